@@ -14,7 +14,6 @@ digit, so it cannot learn more than chance. Writes a dated table under benchmark
 
 import argparse
 import sqlite3
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +21,7 @@ from typing import Any
 
 import unstale
 from benchmarks import tables
+from unstale.cli import session
 from unstale.config import (
     AuditConfig,
     EngineConfig,
@@ -33,6 +33,7 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.durability.journal import JOURNAL
+from unstale.durability.run_folder import RunFolder
 from unstale.pictures import PICTURES
 from unstale.records import Task
 from unstale.testing.pictures import DigitEnv, DigitTasks, save_vision_model
@@ -75,6 +76,9 @@ def results(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     trained = [row for row in rows if "old_logps/exact_share" in row]
     with sqlite3.connect(folder / JOURNAL) as connection:
         ((records,),) = connection.execute("SELECT count(*) FROM pictures").fetchall()
+        ((seconds,),) = connection.execute(
+            "SELECT (SELECT max(at) FROM finished) - min(at) FROM groups"
+        ).fetchall()
     connection.close()
     return {
         "before": rates[0],
@@ -84,14 +88,20 @@ def results(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "error": max(row.get("audit/logp_error_abs_mean", 0.0) for row in trained),
         "discrepancy": max(row["correction/log_d_abs_p99"] for row in trained),
         "records": records,
+        "seconds": seconds,
         "files": len([*(folder / PICTURES).iterdir()]),
     }
 
 
 def train(model: Path, runs: Path, tasks: str, *, steps: int, seed: int) -> dict[str, Any]:
-    began = time.monotonic()
-    run = unstale.train(configure(model, runs, tasks, steps=steps, seed=seed))
-    return {**results(run.folder, run.metrics), "seconds": time.monotonic() - began}
+    """Return the figures of a run, which is made, or continued if it was killed."""
+    config = configure(model, runs, tasks, steps=steps, seed=seed)
+    folder = runs / config.name
+    if not folder.exists():
+        unstale.train(config)
+    elif len([*RunFolder(folder).metrics()]) <= steps:
+        session.resume(folder, config)
+    return results(folder, list(RunFolder(folder).metrics()))
 
 
 def line(name: str, found: Mapping[str, Any]) -> str:
@@ -110,9 +120,10 @@ def line(name: str, found: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--blind", type=int, nargs="*", default=[0], help="seeds of blind runs")
+    parser.add_argument("--runs", type=Path, help="keep the runs here, to go on after a kill")
     chosen = parser.parse_args()
     lines = tables.columns(
         "run",
@@ -126,11 +137,12 @@ def main() -> None:
         "seconds",
     )
     with TemporaryDirectory() as folder:
-        model = Path(folder) / "model"
+        runs = chosen.runs or Path(folder)
+        model = runs / "model"
         save_vision_model("qwen3_vl", model, num_hidden_layers=2)
         for tasks, seeds in (("DigitTasks", chosen.seeds), ("BlindTasks", chosen.blind)):
             for seed in seeds:
-                found = train(model, Path(folder), tasks, steps=chosen.steps, seed=seed)
+                found = train(model, runs, tasks, steps=chosen.steps, seed=seed)
                 lines.append(line(f"{tasks}, seed {seed}", found))
                 tables.CONSOLE.print(lines[-1])
     tables.write("vision", "Reading digits from pictures", lines)

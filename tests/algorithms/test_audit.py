@@ -185,8 +185,6 @@ def test_agreement_is_about_the_tokens_that_a_threshold_acts_on() -> None:
     assert audit.agreement(no, no, sampled=everywhere) is None
     assert audit.agreement(yes, no, sampled=~yes) is None
     assert audit.agreement(yes, yes.roll(1), sampled=everywhere) == pytest.approx(2 / 3)
-    assert audit.exact_fraction(yes, sampled=everywhere) == pytest.approx(0.03)
-    assert audit.exact_fraction(yes, sampled=no) is None
 
 
 def sampled_batch(policy: Policy, number: int, copies: dict[int, Policy], *, far: float) -> Batch:

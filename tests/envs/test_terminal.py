@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
@@ -392,6 +393,16 @@ def test_tests_in_a_folder_that_agents_can_read_are_refused(
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
     with pytest.raises(ConfigError, match="tests would not be hidden"):
         build_taskset(make_task(f"terminal:{tmp_path}/tasks"))
+
+
+def test_example_of_the_docs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "terminal.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    example: dict[str, Any] = {}
+    exec(block, example)
+    assert [each.env for each in islice(example["tasks"].train(0), 1)] == ["files"]
+    assert play(example["touch"])[1].rewards["reward"] == 0.0
+    assert play(example["touch"], "touch done")[1].rewards["reward"] == 1.0
 
 
 def test_runtime_of_ones_own_checks_its_tasks() -> None:

@@ -54,7 +54,7 @@ STEPS, SEEDS = 150, 3
 
 
 class Words:
-    """A writer whose tokens are words. Another `base` stands for another tokenizer."""
+    """Texts whose tokens are words. Another `base` stands for another tokenizer."""
 
     def __init__(self, base: int = 0) -> None:
         self._base = base

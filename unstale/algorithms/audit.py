@@ -223,16 +223,6 @@ def agreement(
     return 2 * int((by_prox & by_truth).sum()) / total if total else None
 
 
-def exact_fraction(
-    exact: Bool[Tensor, "*shape"], *, sampled: Bool[Tensor, "*shape"]
-) -> float | None:
-    """Return the share of sampled tokens that `exact` marks as having an exact `old_logp`.
-
-    None without sampled tokens.
-    """
-    return exact[sampled].double().mean().item() if sampled.any() else None
-
-
 def join(parts: Sequence[Tokens]) -> Tokens:
     """Return the sampled tokens of several batches, one batch after another, `[N]`.
 

@@ -51,12 +51,7 @@ TOWERS: Mapping[str, Mapping[str, Any]] = {
     "idefics3": _SIGLIP,
 }
 """The sizes of the vision tower of each type of small model."""
-NAMES: Mapping[str, str] = {
-    "Qwen2.5-VL": "qwen2_5_vl",
-    "Qwen3-VL": "qwen3_vl",
-    "SmolVLM": "smolvlm",
-    "Idefics3": "idefics3",
-}
+NAMES: Mapping[str, str] = {"Qwen3-VL": "qwen3_vl", "SmolVLM": "smolvlm"}
 """The types of the vision-language models that docs/models.md names."""
 _TEMPLATE = """{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
 {%- if message['content'] is string %}{{ message['content'] }}

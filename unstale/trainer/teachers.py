@@ -18,13 +18,11 @@ from unstale.model.head import wide
 from unstale.model.loading import load_tokenizer
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
-from unstale.records import Batch, Lesson
+from unstale.records import Batch
 from unstale.techniques.distil import SELF, START, is_served
 from unstale.techniques.hooks import Distiller
 from unstale.trainer.passes import pass_tokens
 from unstale.trainer.served_teacher import ServedTeacher
-
-_PLAIN = Lesson()
 
 
 class Teacher(Protocol):

@@ -4,7 +4,6 @@ A route is a method to obtain old log-probabilities. Nothing is written. Figures
 not determine are absent.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +30,6 @@ from unstale.analysis.advice.samples import (
     draw_sequences,
     factors_of_route,
     is_computable,
-    share_in_s,
     spread,
 )
 from unstale.analysis.report.compare import ended
@@ -88,9 +86,6 @@ FIGURES = {
     "changed_by_route_low": ("share", "its 95% interval, from"),
     "changed_by_route_high": ("share", "its 95% interval, to"),
     "passed_by_route": ("share", "tokens that exact values would stop and this route passes"),
-    "s_part": ("share", "part of log(pi / mu) that this route puts in S"),
-    "reach": ("", "pi / mu at which the clip acts"),
-    "reach_lag": ("versions", "staleness of the tokens for which this was computed"),
     "audit_tokens": ("", "tokens of the audit"),
     "audit_error": ("nats", "mean error of this route's old log-probability"),
     "audit_noise": ("nats", "change of a log-probability by another packing"),
@@ -130,9 +125,6 @@ MIN_LAG_0 = 100
 MIN_OF_BLOCK = 100
 """Smallest number of tokens in a block of the sample in audit.json. The sample has no steps, so
 standard errors are computed from such blocks.
-"""
-MIN_OF_LAG = 50
-"""Smallest number of equally stale tokens from which the pi / mu at which a clip acts is computed.
 """
 
 
@@ -195,7 +187,6 @@ def gather_evidence(path: Path) -> Evidence:
         **of_costs(config, trained, sample.versions_per_episode),
         **(of_moments(trained) if config.old_logps.exact and not len(sample.tokens) else {}),
         **of_sample(config, truth, present, lengths=lengths, source=source),
-        **_of_reach(config, sample.tokens, lengths),
     }
     if source == "none" and "d_variance_share" in figures:
         source = "moments"
@@ -420,24 +411,3 @@ def _sizes(name: str, log_ratio: "numpy.ndarray") -> dict[str, float]:
         f"{name}_p99": ordered[nearest_rank(len(ordered), 0.99)].item(),
         f"{name}_p999": ordered[nearest_rank(len(ordered), 0.999)].item(),
     }
-
-
-def _of_reach(config: RunConfig, present: Factors, lengths: Lengths) -> dict[str, float]:
-    """Return the pi / mu at which the clip acts with the run's route (way to get `old_logp`).
-
-    It is that of tokens of the most frequent lag (staleness). Empty for a route whose S does not
-    follow from pi / mu, such as an exact route.
-    """
-    clip = Thresholds.of(config, lengths).clip
-    stale = present.where(present.lag > 0)
-    if not is_computable(config) or clip is None or not len(stale):
-        return {}
-    lags, counts = numpy.unique(stale.lag, return_counts=True)
-    lag = lags[counts.argmax()].item()
-    part = share_in_s(stale.where(stale.lag == lag))
-    if counts.max() < MIN_OF_LAG or part is None:
-        return {}
-    figures = {"s_part": part, "reach_lag": lag}
-    if part > 0.01 and math.isfinite(clip.high):
-        figures["reach"] = math.exp(min(20.0, clip.high / part))
-    return figures

@@ -336,16 +336,3 @@ def difference(reference: Column, other: Column, *, effective: int) -> Differenc
         passed=(reference & ~other).mean().item(),
         effective=effective,
     )
-
-
-def share_in_s(present: Factors) -> float | None:
-    """Return the slope of log S on log(pi / mu): the part of the ratio on which a clip on S acts.
-
-    It is 1 for the route `rollout`, 0 if S is always 1, and 1 - alpha for a log-linear mixture of
-    the two policies. None if pi / mu is constant.
-    """
-    ratio = present.log_ratio
-    variance = ratio.var().item() if len(present) > 1 else 0.0
-    if not variance > 0:
-        return None
-    return ((ratio - ratio.mean()) * present.log_s).mean().item() / variance

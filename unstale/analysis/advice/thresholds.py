@@ -1,13 +1,13 @@
 """Rules of the advice about limits on D (the band) and clips on S.
 
-They find limits that act at random, never, or at another pi / mu than expected.
+They find limits that act at random or never.
 """
 
 import math
 
 from unstale.analysis.advice.conclusion import Conclusion
 from unstale.analysis.advice.evidence import Evidence
-from unstale.analysis.advice.remedies import accepted, band_options, cheapest_exact, outwards
+from unstale.analysis.advice.remedies import accepted, band_options, outwards
 from unstale.analysis.advice.samples import Limit, is_of_tokens
 from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
@@ -20,48 +20,10 @@ NEVER_ACTS = 5.0
 """A threshold never acts if it is this many times as far from 1 as the 99.9th percentile of the
 ratio, both as logarithms.
 """
-FAR = 1.25
-"""A clip limits S. The pi / mu at which it acts is reported if the slope of log S over log(pi / mu)
-is above this value, or below 1 divided by it.
-"""
 NOISE = 3.0
 """A limit on log D that is below this multiple of the numerical noise drops tokens by chance."""
 FEW = 4000
 """Smallest number of tokens with which the 95% interval of a share of 0 is below `rules.SAME`."""
-
-
-def other_reach(evidence: Evidence) -> Conclusion | None:
-    """Report the pi / mu at which the clip acts with an inexact `old_logp`, if far from its limit.
-
-    The suggested options make the clip act at the limit.
-    """
-    clip, part = evidence.limits.clip, evidence.get("s_part")
-    if clip is None or part is None or 1 / FAR < part < FAR:
-        return None
-    limit = f"{math.exp(clip.high):.3g}"
-    lag = amount(evidence.get("reach_lag"))
-    reach = evidence.get("reach")
-    if part <= 0.01 or reach is None:
-        return Conclusion(
-            name="other_reach",
-            text=f"The clip at {limit} cannot act on stale tokens: S is 1 for tokens of lag {lag}.",
-            reason=f"The route {evidence.route} puts all of pi / mu into D, where only the "
-            "correction of D limits it",
-            figures=("s_part", "reach_lag", "clip_share"),
-            options=cheapest_exact(evidence)[0],
-        )
-    narrow: Fix = {
-        "objective.clip_low": float(f"{1 - math.exp(part * clip.low):.3g}"),
-        "objective.clip_high": float(f"{math.exp(part * clip.high) - 1:.3g}"),
-    }
-    return Conclusion(
-        name="other_reach",
-        text=f"The clip at {limit} acts where pi / mu is {reach:.3g}, for tokens of lag {lag}.",
-        reason=f"The route {evidence.route} puts {percent(part)} of log(pi / mu) into S and the "
-        f"rest into D. The clip below acts at pi / mu = {limit}",
-        figures=("s_part", "reach", "reach_lag", "clip_share"),
-        options=accepted(evidence.config, narrow),
-    )
 
 
 def band_is_random(evidence: Evidence) -> Conclusion | None:
@@ -90,25 +52,6 @@ def band_is_random(evidence: Evidence) -> Conclusion | None:
         + ("The one below is twice as wide as D's 99.9th percentile" if options else ""),
         figures=("band_share", "kept_share", "log_d_abs_p99", "log_d_abs_p999", "audit_noise"),
         options=options,
-    )
-
-
-def band_never_acts(evidence: Evidence) -> Conclusion | None:
-    band, far = evidence.limits.band, evidence.get("log_d_abs_p999")
-    if not is_of_tokens(band) or far is None or (evidence.get("sample_tokens") or 0) < FEW:
-        return None
-    if evidence.get("band_share") or band.narrowest < NEVER_ACTS * far or not far:
-        return None
-    rule = evidence.config.correction
-    wide = math.exp(2 * far)
-    return Conclusion(
-        name="band_never_acts",
-        text=f"The band [{rule.low:g}, {rule.high:g}] on D never acts.",
-        reason=f"D of 99.9% of the tokens is within {amount(100 * math.expm1(far))}% of 1. That is "
-        "no fault: the band is a guard against defects. The one below is twice as wide as D's "
-        "99.9th percentile, and would notice a defect sooner",
-        figures=("band_share", "log_d_abs_p999", "sample_tokens"),
-        options=accepted(evidence.config, band_options(1 / wide, wide)),
     )
 
 

@@ -12,8 +12,6 @@ from unstale.config import CorrectionConfig, ObjectiveConfig
 from unstale.config.objectives import Bounds, exp
 from unstale.durability.run_folder import Row
 
-NAMES = {"d": "D", "s": "S", "ds": "D S"}
-
 NO_GRADIENT = ("vetoed", "masked", "dropped", "skipped")
 """Outcomes of tokens that have no part in the loss."""
 

@@ -245,8 +245,7 @@ def _factors(folder: Path) -> Row | None:
     """Return the run's trained tokens in the plane of log D and log S. None if unreadable."""
     try:
         found = TokenCache().read(folder, TokenChoice())
-        drawn = limits.of_run(folder, lag_max=found.lag_max)
-        return dict(_short(answer(found, Brush(), drawn, TOKEN_POINTS), 4))
+        return dict(_short(answer(found, Brush(), limits.of_run(folder), TOKEN_POINTS), 4))
     except (JournalError, OSError):  # the page says what is wrong with the journal
         return None
 

@@ -342,8 +342,9 @@ class _Api:
         choice, brush = parameters.token_choice(request), parameters.brush(request)
         with self._reading_tokens:
             found = self._cache.read(folder, choice)
-            drawn = limits.of_run(folder, lag_max=found.lag_max)
-            return answer(found, brush, drawn, parameters.whole(request, "points", 0))
+            return answer(
+                found, brush, limits.of_run(folder), parameters.whole(request, "points", 0)
+            )
 
     async def stream(self, request: Request) -> Response:
         """Send an event whenever the run of the request changes, or any run if it names none."""

@@ -13,7 +13,6 @@ import ctypes
 import json
 import os
 import resource
-import runpy
 import select
 import signal
 import socket
@@ -23,10 +22,16 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import Any, NoReturn
 
-_SANDBOXED = runpy.run_path(os.path.join(os.path.dirname(__file__), "..", "sandboxed.py"))
-_call, _filter = _SANDBOXED["_call"], _SANDBOXED["_filter_system_calls"]
+_SANDBOXED: Any = ModuleType("sandboxed")
+"""`sandboxed.py`, without the package around it, which would take a second to import."""
+SourceFileLoader(
+    "sandboxed", os.path.join(os.path.dirname(__file__), "..", "sandboxed.py")
+).exec_module(_SANDBOXED)
+_call, _filter = _SANDBOXED._call, _SANDBOXED._filter_system_calls
 
 _NEW_PID, _NEW_ALL = 0x20000000, 0x7C020000
 """Flags of new namespaces: of process ids, and with it users, mounts, network, IPC, host name."""

@@ -43,7 +43,7 @@ from unstale.records import (
     is_reply,
     walk,
 )
-from unstale.research.techniques.hints import of_tokens
+from unstale.research.techniques.hints import check_number, of_tokens
 from unstale.research.techniques.success import SuccessThreshold
 from unstale.research.techniques.tree import check_sequences
 from unstale.rollout.seeds import derive_seed
@@ -254,19 +254,9 @@ def _check(options: BusConfig, config: RunConfig) -> None:
         raise ConfigError(
             "the technique bus needs bus.folder or bus.load, which name where foreign texts are"
         )
-    size = config.schedule.group_size
-    if options.number >= size:
-        raise ConfigError(
-            f"bus.number must be below schedule.group_size ({size}), got {options.number}: a group "
-            "begins with episodes of its own"
-        )
+    check_number("bus", options.number, config)
     reason = "otherwise foreign text has no loss: its source is unknown"
     require_value("bus", "objective.placed", config.objective.placed, ["anchor"], reason)
-    if config.advantage != type(config.advantage)():
-        raise ConfigError(
-            f"the technique bus replaces advantage.estimator, got {config.advantage.estimator}: "
-            "leave all options of `advantage` at their defaults"
-        )
     refuse_slots("bus", REFUSED, config)
     if config.deterministic:
         raise ConfigError(
@@ -302,7 +292,7 @@ ENTRY = Entry(
     options=BusConfig,
     changes=frozenset({"count", "advantage", "objective"}),
     describe=_describe,
-    requires=frozenset({"siblings"}),
+    requires=frozenset({"siblings", "rewards"}),
     check=_check,
     complete=_complete,
     use="Tasks always fail here, and other runs, or an earlier one, solved them.",

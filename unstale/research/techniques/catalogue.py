@@ -53,12 +53,12 @@ def _idea(number: int, paper: str, about: str, missing: str, how: str = "") -> R
 
 
 ROWS: Sequence[Row] = (
-    _diagnostic(
+    _works(
         1,
         "Unmasking OPD",
         "where distillation follows success",
-        "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
-        "It cannot compare contexts of one policy in self-distillation.",
+        "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes; --context "
+        "compares contexts of one policy in self-distillation (docs/commands.md)",
     ),
     _works(
         2,
@@ -78,9 +78,9 @@ ROWS: Sequence[Row] = (
         4,
         "Sol-RL",
         "a cheap explorer and a precise trainer",
-        "--engine.quantise fp8 with --techniques episode_filter --episode_filter.rule contrast",
-        "The chosen samples are not generated again in high precision, and FP4 and image models "
-        "are missing.",
+        "--engine.quantise nvfp4 with --techniques episode_filter --episode_filter.rule contrast",
+        "The chosen samples are not generated again in high precision, and image models are "
+        "missing.",
     ),
     _works(
         5,
@@ -365,13 +365,12 @@ ROWS: Sequence[Row] = (
         "--step_groups.cut_below 1 (docs/your-own-task.md)",
         "The traces are conversations with tools; screenshots are missing.",
     ),
-    _partly(
+    _works(
         47,
         "AgentMath",
         "tool traces from plain reasoning; segments, routing by prefix and load",
-        "--techniques 'segments tool_bonus' has the segments, the limits that grow and the bonus; "
-        "--engine.load_tokens is the routing",
-        "Its synthesis of tool calls from plain reasoning is missing.",
+        "unstale tool-traces makes the traces; --techniques 'segments tool_bonus' has the "
+        "segments, the limits that grow and the bonus; --engine.load_tokens is the routing",
     ),
     _partly(
         48,
@@ -474,6 +473,8 @@ WISHES: Mapping[str, Sequence[str]] = {
         "distil",
         "entropy_advantage_reweighting",
         "episode_filter",
+        "exemplars",
+        "hint_entropy_weights",
         "hints",
         "least_variance_baseline",
         "novelty",
@@ -506,7 +507,7 @@ WISHES: Mapping[str, Sequence[str]] = {
     ),
     "test time: a better answer from several attempts": ("unstale attempt",),
     "test time: which of several policies": ("unstale route",),
-    "more tasks": ("unstale synthesize",),
+    "more tasks and traces": ("unstale synthesize", "unstale tool-traces"),
     "no labels": ("majority",),
     "another reward": ("flawed_success_penalty", "long_reply_penalty", "tool_bonus"),
     "figures only": ("balance", "proxy", "rollout_figures"),
@@ -516,5 +517,6 @@ COMMANDS: Mapping[str, str] = {
     "unstale attempt": "Attempt each task several times, and choose by votes or by comparisons",
     "unstale route": "Send each task to the policy that probably solves it at the least cost",
     "unstale synthesize": "Let a model write tasks, and keep those whose answers are verified",
+    "unstale tool-traces": "Turn plain reasoning into conversations with tool calls",
 }
 """What the commands in `WISHES` do."""

@@ -9,7 +9,7 @@ import { outcomeWord } from "./outcomes.js";
 
 const LEFT = 70, BOTTOM = 46, SIDE = 74, GAP = 6;
 const TICKS = [-10, -1, -0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1, 1, 10];
-const INKS = { d: "d", s: "s", ds: "bad", curve: "quiet" };
+const INKS = { d: "d", s: "s", ds: "bad" };
 // Pixels within which a point is near, and a pointer that moves less has clicked. Fingers are wide.
 const NEAR = 8, NEAR_TOUCH = 20;
 const CLICK = 4, CLICK_TOUCH = 10;
@@ -178,14 +178,13 @@ export class Scatter {
     const { left, right, top, bottom } = this.box;
     for (const line of this.found.lines) {
       pen.strokeStyle = colour(INKS[line.on]);
-      pen.lineWidth = line.on === "curve" ? 1 : 1.5;
+      pen.lineWidth = 1.5;
       pen.globalAlpha = line.faint ? 0.55 : 1;
       pen.setLineDash(line.faint ? [2, 3] : []);
       pen.beginPath();
-      const path = { d: () => [[line.at, null]], s: () => [[null, line.at]], ds: () => this.diagonal(line.at), curve: () => line.points }[line.on]();
       if (line.on === "d") [pen.moveTo(this.x(line.at), top), pen.lineTo(this.x(line.at), bottom)];
       else if (line.on === "s") [pen.moveTo(left, this.y(line.at)), pen.lineTo(right, this.y(line.at))];
-      else path.forEach(([d, s], index) => (index ? pen.lineTo(this.x(d), this.y(s)) : pen.moveTo(this.x(d), this.y(s))));
+      else this.diagonal(line.at).forEach(([d, s], index) => (index ? pen.lineTo(this.x(d), this.y(s)) : pen.moveTo(this.x(d), this.y(s))));
       pen.stroke();
     }
     pen.setLineDash([]);
