@@ -1,6 +1,6 @@
 """Measure what a quantised engine does to the discrepancy and to the size of a version.
 
-    python -m benchmarks.quantise          # 22 short runs of the retail desk, ten minutes
+    python -m benchmarks.quantise          # 34 short runs of the retail desk, ten minutes
 
 The runs are deterministic, so the load of the machine changes nothing. The discrepancy is the mean
 of |log D| over the tokens of all steps, in nats. The size of a version is what is sent to one
@@ -18,7 +18,7 @@ from statistics import mean
 from benchmarks.tables import CONSOLE, columns, row, write
 from unstale.durability.run_folder import Row, RunFolder
 
-FORMATS = ("none", "fp8", "int8", "int4")
+FORMATS = ("none", "fp8", "int8", "int4", "nvfp4", "mxfp4")
 DTYPES = ("bfloat16", "float32")
 RATES = ("5e-4", "1e-6")
 """Learning rates: that of the recipe, and that of a large model."""

@@ -208,25 +208,25 @@ def repairs() -> MadeTasks:
     return MadeTasks("repairs", repair)
 
 
-def _run(tasks: str, start: int) -> RunConfig:
+def _run(tasks: str, start: int, steps: int) -> RunConfig:
     return RunConfig(
         recipe=f"train_{tasks}",
-        max_steps=60,
+        max_steps=steps,
         task=TaskConfig(env=f"examples.terminal_tasks:{tasks}"),
         sft=SftConfig(steps=start, demonstrations=4096, batch=24, lr=2e-3),
-        schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=8),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
         engine=EngineConfig(max_context=512, max_completion_tokens=64),
         rollout=RolloutConfig(max_turns=4),
-        trainer=TrainerConfig(lr=5e-4, warmup_steps=3),
+        trainer=TrainerConfig(lr=1e-3, warmup_steps=3),
         eval=EvalConfig(tasks=256, interval=15),
     )
 
 
 def train_jobs() -> RunConfig:
     """Jobs in a shell, with the small model of the package and a supervised start."""
-    return _run("jobs", 450)
+    return _run("jobs", 450, 45)
 
 
 def train_repairs() -> RunConfig:
     """Small repositories with a bug, likewise."""
-    return _run("repairs", 450)
+    return _run("repairs", 250, 45)

@@ -11,6 +11,7 @@ logged.
 import asyncio
 import math
 import threading
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -40,6 +42,7 @@ from unstale.config import (
     TaskConfig,
 )
 from unstale.config.options import override
+from unstale.config.techniques import reads_signals
 from unstale.durability.journal import Journal, trained_episodes
 from unstale.durability.resume import ResumeState, init_run
 from unstale.durability.run_folder import RunLog
@@ -58,6 +61,7 @@ from unstale.rollout import Evaluation
 from unstale.rollout.generator import Generator
 from unstale.rollout.selection import training_requests
 from unstale.rollout.timeouts import first_error
+from unstale.signals import Signals
 from unstale.techniques.hooks import Draw, DrawContext, Outcome, Techniques
 from unstale.testing import tiny_policy
 from unstale.trainer.auditor import Auditor
@@ -224,24 +228,35 @@ def first_state(machine: LocalComponents, config: RunConfig, folder: Path) -> Re
     return init_run(folder, machine.checkpoints(config, folder), machine.policy)
 
 
+def random_signals(tokens: Sequence[int]) -> Signals:
+    """Return signals that depend on a context: an entropy of 0 to 2 nats, and two tokens."""
+    number = zlib.crc32(bytes(token % 256 for token in tokens))
+    p = 0.4 + number % 50 / 100
+    logp = np.log(np.array([[p, (1 - p) * 0.9]], np.float32))
+    entropy = np.array([number % 200 / 100], np.float32)
+    return Signals(entropy, np.array([[7, 9]], np.int32), logp)
+
+
 def toy_machine(
     config: RunConfig, taskset: Taskset, *, delay: Delay = a_moment, route: Route | None = None
 ) -> LocalComponents:
     """Return real components with a scripted engine whose replies depend on the seed."""
 
     def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
-        spoken = REPLY - params.max_tokens
+        spoken = REPLY - params.reply_limit
         noise = [6 + (params.seed >> (3 * i)) % 50 for i in range(REPLY - 1)]
         return [*noise[spoken:], 1]
 
-    policy, engine = tiny_policy(dtype=config.trainer.dtype), ScriptedEngine(say, token_delay=delay)
+    policy = tiny_policy(dtype=config.trainer.dtype)
+    engine = ScriptedEngine(say, token_delay=delay, signals=random_signals)
     scorer = LocalScorer(policy, 1.0, 4096)
     old = (route or ScoresAtClosing)(scorer, engine)
     rules = LossSpec(config.correction, config.objective)
     auditor = Auditor(LocalScorer(policy, 1.0, 4096), old, rules, share=config.audit.share)
     techniques = Techniques.of(config)
     trainer = LocalTrainer(policy, config, old, auditor.look, techniques=techniques)
-    generator = Generator(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
+    chat: Any = NumberChat()
+    generator = Generator(engine, chat, config.engine, signals=reads_signals(config))
     return LocalComponents(policy, taskset, generator, scorer, old, auditor, trainer, techniques)
 
 
@@ -261,6 +276,7 @@ def with_credit(parts: RunComponents, credit: Any) -> RunComponents:
     hooks = parts.techniques
     names = (
         "more",
+        "rounds",
         "reads_states",
         "read_states",
         "replayed",

@@ -42,6 +42,7 @@ from unstale.rollout import Evaluation, GroupRollout, activity
 from unstale.rollout.episode import require_finished
 from unstale.rollout.evaluation import FinishedEpisodes, measure_success
 from unstale.rollout.metrics import describe, describe_advantages
+from unstale.rollout.rounds import Rounds
 from unstale.rollout.staleness_queue import (
     PendingPieces,
     StalenessQueue,
@@ -83,6 +84,10 @@ class TechniqueHooks(Protocol):
         It is the place at which the episode is forked from an earlier one, or None for an episode
         with its own beginning. A new size of the group is recorded in the journal.
         """
+        ...
+
+    def rounds(self, request: GroupRequest) -> Rounds | None:
+        """Return the decisions about a group's episodes while they run. None without them."""
         ...
 
     def read_states(self, groups: Sequence[Group]) -> None:
@@ -206,7 +211,13 @@ async def roll(run: RunComponents, request: GroupRequest) -> Group:
         run.journal.add_request(request)
     size = request.sizes[-1] if request.sizes else run.config.schedule.group_size
     more = partial(run.techniques.more, request)
-    group = await run.rollout.group(request, size=size, open_writer=run.journal.begin, more=more)
+    group = await run.rollout.group(
+        request,
+        size=size,
+        open_writer=run.journal.begin,
+        more=more,
+        rounds=run.techniques.rounds(request),
+    )
     if not request.finished:
         await run.journal.finish(group)
     return group

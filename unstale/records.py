@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from unstale.kept_sets import KeptSets, join
 from unstale.pictures import Picture
 from unstale.routed_experts import ExpertTable, RoutedExperts, link
+from unstale.signals import Signals
 
 if TYPE_CHECKING:  # environments and the command line import this module without loading torch
     from numpy.typing import NDArray
@@ -58,10 +59,11 @@ HAS_BEHAVIOR = frozenset({Provenance.SAMPLED, Provenance.REPLAYED})
 NO_VERSION = -1
 """Version number of tokens that no engine sampled, such as a prompt."""
 
-Stop = Literal["done", "cut_reply", "max_turns", "max_tokens", "invalid_format"]
+Stop = Literal["done", "cut_reply", "max_turns", "max_tokens", "invalid_format", "pruned"]
 """Reason for the end of an episode. `done`: the environment ended it. `cut_reply`: the environment
 ended it after a reply that a token limit had cut. `max_turns`: a limit of replies or tool calls.
-`invalid_format`: no reply had the format that the agent requested.
+`invalid_format`: no reply had the format that the agent requested. `pruned`: a technique ended it,
+before it could have a reward.
 """
 ENDED_BY_ENVIRONMENT: frozenset[Stop] = frozenset({"done", "cut_reply"})
 CUT_OFF: frozenset[Stop] = frozenset({"cut_reply", "max_turns", "max_tokens"})
@@ -69,6 +71,12 @@ CUT_OFF: frozenset[Stop] = frozenset({"cut_reply", "max_turns", "max_tokens"})
 CUT_REPLIES = "cut_replies"
 """Name of the fact (number for metrics) that counts an episode's replies that a token limit cut. It
 is missing if there are none.
+"""
+
+
+SURVIVAL = "survival_weight"
+"""Name of the fact with the weight of an episode that was drawn not to be pruned: 1 / probability.
+It is 0 if the draw pruned the episode, and missing without a draw.
 """
 
 
@@ -99,7 +107,8 @@ class Sampled:
     False if the engine used keys and values that it had cached with older weights. Then no single
     version sampled the tokens. `routed_experts` are the experts that an MoE model chose for each
     token, if recorded. `kept_sets` are the tokens among which each token was drawn, None if always
-    the whole vocabulary: `behavior_logp` is in the distribution over this set.
+    the whole vocabulary: `behavior_logp` is in the distribution over this set. `signals` are
+    figures of each token's distribution, if requested.
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3
@@ -112,12 +121,15 @@ class Sampled:
     provenance: Provenance = Provenance.SAMPLED
     routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
     kept_sets: KeptSets | None = field(default=None, compare=False, repr=False)
+    signals: Signals | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.behavior_logp):
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.behavior_logp)} behavior_logp")
         if self.kept_sets is not None and len(self.kept_sets) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.kept_sets)} kept sets")
+        if self.signals is not None and len(self.signals) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens, {len(self.signals)} signals")
         if self.version < 0:
             raise ValueError(f"version must be >= 0, got {self.version}")
         if self.provenance not in HAS_BEHAVIOR:
@@ -130,6 +142,7 @@ class Sampled:
             tokens=self.tokens[:count],
             behavior_logp=self.behavior_logp[:count],
             kept_sets=self.kept_sets.at(slice(count)) if self.kept_sets else None,
+            signals=self.signals.at(slice(count)) if self.signals else None,
         )
 
 
@@ -202,6 +215,22 @@ Piece = ContextPiece | Sampled | Placed
 def is_reply(piece: Piece) -> bool:
     """Return True if the piece is of a reply: sampled here or before a fork, or placed."""
     return not isinstance(piece, ContextPiece) or piece.provenance == Provenance.SHARED
+
+
+def first_tokens(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
+    """Return the first `count` tokens of an episode's pieces. Placed text is not divided."""
+    taken: list[Piece] = []
+    for piece in pieces:
+        if count <= 0:
+            break
+        if isinstance(piece, Sampled):
+            taken.append(piece.first(count))
+        elif isinstance(piece, ContextPiece):
+            taken.append(replace(piece, tokens=piece.tokens[:count]))
+        else:
+            taken.append(piece)
+        count -= len(piece.tokens)
+    return tuple(each for each in taken if each.tokens)
 
 
 def link_experts(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
@@ -582,14 +611,21 @@ class Group:
         return (*self.trajectories, *self.unused)
 
     @property
+    def has_one_reward(self) -> bool:
+        """True if no two trajectories have different rewards. Pruned ones have none."""
+        return len({each.reward for each in self.trajectories if each.stop != "pruned"}) <= 1
+
+    @property
     def has_equal_rewards(self) -> bool:
         """True if no two trajectories have different rewards, in all or in a turn.
 
         False if all episodes failed. If episodes were forked, only their whole rewards count: a
         forked episode has turn rewards only for the replies that it sampled.
         """
-        if any(each.fork for each in self.trajectories):
-            return len({each.reward for each in self.trajectories}) == 1
+        if any(SURVIVAL in each.facts for each in self.trajectories):
+            return not any(each.reward for each in self.trajectories)  # by weights that differ
+        if any(each.fork or each.stop == "pruned" for each in self.trajectories):
+            return self.has_one_reward
         outcomes = {
             (
                 each.reward,
@@ -698,6 +734,8 @@ class GroupRequest:
     """The limit of turns of the group's episodes. None if only `rollout.max_turns` limits them."""
     budget: EpisodeBudget = NO_BUDGET
     """The limits of each episode of the group, in addition to the run's limits."""
+    rounds: tuple[Mapping[str, Any], ...] = ()
+    """The decisions about the group's episodes that were made before a resume, as recorded."""
 
     def opens(self) -> Iterator[PendingPiece]:
         """Yield the pieces that the group's episodes sampled before a resume.

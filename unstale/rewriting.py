@@ -6,6 +6,25 @@ from dataclasses import replace
 from unstale.records import Edit, Piece, Placed, Provenance, Sampled
 
 
+def replace_prompt(pieces: Sequence[Piece], prompt: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Return the pieces of an episode with another prompt, as after `remove_text`.
+
+    The prompt is the first piece.
+    """
+    given = pieces[0].tokens
+    first, last = _same(given, prompt), _same(given[::-1], prompt[::-1])
+    last = min(last, len(given) - first, len(prompt) - first)
+    edit = Edit(first, len(prompt) - last, given[first : len(given) - last])
+    rest = tuple(_rest(piece, 0, edit) for piece in pieces[1:])
+    return (replace(pieces[0], tokens=prompt), *rest)
+
+
+def _same(some: Sequence[int], others: Sequence[int]) -> int:
+    """Return the number of tokens with which both begin."""
+    pairs = zip(some, others, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(some), len(others)))
+
+
 def remove_text(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
     """Return the pieces of an episode without its tokens `start` to `stop`.
 

@@ -1,13 +1,16 @@
 """Run `check_env` on the shipped environments, and on ones with typical mistakes."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
 from tests.support.toy import ToyEnv, ToyTasks
+from unstale.config.tasks import libraries, shipped_envs
 from unstale.envs import Message, Taskset, Turn
 from unstale.envs.calculator import CalculatorTasks
 from unstale.envs.python_tool import PythonTasks
@@ -22,6 +25,33 @@ from unstale.testing import check_env
 )
 def test_a_shipped_environment_keeps_the_contract(taskset: Taskset) -> None:
     check_env(taskset)
+
+
+TESTED = {
+    **dict.fromkeys(("airline", "delivery", "instore", "retail", "telecom"), "envs/test_desks.py"),
+    **dict.fromkeys(("calculator", "python"), "contracts/test_envs.py"),
+    **dict.fromkeys(("gymnasium", "reasoning-gym", "textarena"), "envs/test_libraries.py"),
+    "bfcl": "envs/test_bfcl.py",
+    "dataset": "envs/test_dataset.py",
+    "desks": "envs/test_mixed_desks.py",
+    "openenv": "adapters/test_openenv.py",
+    "synthesis": "envs/test_synthesis.py",
+    "tau2": "adapters/test_tau2.py",
+    "terminal": "envs/test_terminal_tasks.py",
+    "vita": "envs/test_vita.py",
+}
+"""The test that runs `check_env`, which forks episodes, on each environment and adapter."""
+REFUSED = {"verifiers"}
+"""Adapters of external agents, which techniques that fork episodes refuse."""
+
+
+def test_every_shipped_environment_and_adapter_is_forked_in_a_test_or_refuses_forks() -> None:
+    assert {*shipped_envs(), *libraries()} == {*TESTED, *REFUSED}
+    tests = Path(__file__).parents[1]
+    assert all("check_env(" in (tests / name).read_text("utf-8") for name in TESTED.values())
+    for name in REFUSED:
+        found = find_spec(libraries()[name])
+        assert found and found.origin and "ExternalAgent" in Path(found.origin).read_text("utf-8")
 
 
 class Unseeded(ToyTasks):

@@ -68,6 +68,7 @@ from unstale.records import (
     Trajectory,
 )
 from unstale.rollout.timeouts import first_error
+from unstale.signals import Signals
 
 ROOT = Path(__file__).parents[2]
 TASK = Task("retail", "train", 17)
@@ -678,7 +679,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
             )
         case "format":
             with sqlite3.connect(tmp_path / JOURNAL) as connection:
-                connection.execute("PRAGMA user_version=10")
+                connection.execute("PRAGMA user_version=11")
             connection.close()
     return tmp_path / JOURNAL
 
@@ -688,7 +689,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
     [
         ("folder", "unable to open database file"),
         ("text", "file is not a database"),
-        ("format", "its format is 10, this release writes 9"),
+        ("format", "its format is 11, this release writes 10"),
     ],
 )
 def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: str) -> None:
@@ -748,7 +749,7 @@ def test_kept_sets_are_read_back_sealed_and_rewound(tmp_path: Path) -> None:
         connection.commit()
     with Journal.read(tmp_path) as read:
         assert check(read) == ["1 rows of kept_sets changed after they were written"]
-        with pytest.raises(JournalError, match="kept sets of episode 1: they changed"):
+        with pytest.raises(JournalError, match="kept_sets of episode 1: a row changed"):
             read.pieces(1)
 
 
@@ -776,7 +777,32 @@ def test_placed_text_is_read_back_sealed_and_rewound(tmp_path: Path) -> None:
         connection.commit()
     with Journal.read(tmp_path) as read:
         assert check(read) == ["1 rows of placed changed after they were written"]
-        with pytest.raises(JournalError, match="placed text of episode 1: it changed"):
+        with pytest.raises(JournalError, match="placed of episode 1: a row changed"):
+            read.pieces(1)
+
+
+def test_signals_are_read_back_and_sealed(tmp_path: Path) -> None:
+    signals = Signals(
+        np.array([0.5, 0.25], np.float32),
+        np.array([[3, 70_000], [4, 5]], np.int32),
+        np.array([[-0.5, -1.5], [-0.25, -2.5]], np.float32),
+    )
+    told = Sampled((3, 4), (-0.5, -0.25), version=0, signals=signals)
+    with Journal(tmp_path / JOURNAL) as journal:
+        asyncio.run(journal.publishing(0))
+        record(journal, group(0, ContextPiece((1,)), told, Sampled((5,), (-1.0,), 0)))
+    with Journal.read(tmp_path) as read:
+        assert check(read) == []
+        _, found, plain = read.pieces(1)
+    assert isinstance(found, Sampled) and isinstance(plain, Sampled)
+    assert found.signals is not None and plain.signals is None
+    assert found.signals.tobytes() == signals.tobytes()
+    with closing(sqlite3.connect(tmp_path / JOURNAL)) as connection:
+        connection.execute("UPDATE signals SET signals = x'00' WHERE episode = 1")
+        connection.commit()
+    with Journal.read(tmp_path) as read:
+        assert check(read) == ["1 rows of signals changed after they were written"]
+        with pytest.raises(JournalError, match="signals of episode 1: a row changed"):
             read.pieces(1)
 
 

@@ -20,6 +20,7 @@ from unstale.research.adapters.bfcl import (
     load_entries,
     reference_calls,
 )
+from unstale.testing import check_env
 
 pytest.importorskip("bfcl_eval", reason="needs: pip install --no-deps bfcl-eval==2026.3.23")
 
@@ -61,6 +62,11 @@ def test_tasks_are_split_by_their_names_and_an_episode_is_one_reply() -> None:
     assert turn.done and turn.rewards == {"valid": 0.0}
     right = tasks.demonstration(task)[-1].tool_calls
     assert env.step(Message("assistant", "", right)).rewards == {"valid": 1.0}
+
+
+@pytest.mark.parametrize("category", ["simple_python", "multi_turn_base"])
+def test_its_environments_keep_the_contract(category: str) -> None:
+    check_env(BfclTasks(category), episodes=3, max_turns=6)
 
 
 async def played(entry: Mapping[str, Any], turns: list[list[str]]) -> Turn:

@@ -125,7 +125,7 @@ def test_names_and_options_are_known_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     desks = (
         "'delivery', 'desks', 'instore', 'python', 'reasoning-gym', 'retail', 'synthesis', 'tau2', "
-        "'telecom', 'vita'"
+        "'telecom', 'terminal', 'vita'"
     )
     envs_ = f"['airline', 'bfcl', 'calculator', 'dataset', {desks}]"
     libraries = "['bfcl', 'gymnasium', 'openenv', "

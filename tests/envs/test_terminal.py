@@ -1,17 +1,22 @@
 """Terminal tasks: sandboxes in namespaces, hidden tests, and attacks on them."""
 
 import asyncio
+import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from unstale.config import ConfigError, make_task
+from unstale.durability.virtual_clock import run as run_loop
 from unstale.envs import EnvError, Message, ToolCall, Turn
 from unstale.envs.registry import build_taskset
 from unstale.envs.sandboxes.folders import read_folder, read_task
@@ -42,7 +47,9 @@ def task(**changes: object) -> TerminalTask:
     return replace(plain, **changes)
 
 
-def play(each: TerminalTask, *commands: str, seconds: float = 5.0) -> tuple[list[str], Turn]:
+def play(
+    each: TerminalTask, *commands: str, seconds: float = 5.0, run: Any = asyncio.run
+) -> tuple[list[str], Turn]:
     """Run an episode. Return what the agent reads, and the last turn."""
 
     async def episode() -> tuple[list[str], Turn]:
@@ -58,7 +65,12 @@ def play(each: TerminalTask, *commands: str, seconds: float = 5.0) -> tuple[list
         finally:
             await env.close()
 
-    return asyncio.run(episode())
+    return run(episode())
+
+
+def test_episode_is_the_same_under_the_virtual_clock() -> None:
+    commands = ("ls -l --time-style=+ /app", f"printf {SECRET} > answer.txt", "cat answer.txt")
+    assert play(task(), *commands, run=partial(run_loop, virtual=True)) == play(task(), *commands)
 
 
 def test_commands_work_in_a_folder_that_stays() -> None:
@@ -200,6 +212,20 @@ def test_process_of_the_tests_cannot_change_the_reward_later() -> None:
     slow = script('#!/bin/bash\necho \'{"a": 0.5, "b": true}\' > /logs/verifier/reward.json\n')
     _, last = play(task(tests={"test.sh": slow}))
     assert dict(last.rewards) == {"a": 0.5, "b": 1.0}
+
+
+@pytest.mark.parametrize("name", ["fork bomb", "planted programs", "trace the first process"])
+def test_attacks_as_an_ordinary_user_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without root, the sandbox has the user of this process."""
+    if os.getuid() or not os.access("/usr/bin/python3", os.X_OK):
+        pytest.skip("only root can become another user, which needs a Python that it can read")
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    other = {"user": 65_534, "group": 65_534, "extra_groups": []}
+    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, **other))
+    read, last = play(task(), ATTACKS[name], "id -u; cat /app/* 2>/dev/null; echo alive")
+    assert SECRET not in "".join(read) and "0\n" in read[1]
+    assert dict(last.rewards) == {"reward": 0.0} and last.facts["no_reward"] == 0.0
 
 
 def test_closed_sandbox_leaves_no_process() -> None:
@@ -367,6 +393,16 @@ def test_tests_in_a_folder_that_agents_can_read_are_refused(
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
     with pytest.raises(ConfigError, match="tests would not be hidden"):
         build_taskset(make_task(f"terminal:{tmp_path}/tasks"))
+
+
+def test_example_of_the_docs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "terminal.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    example: dict[str, Any] = {}
+    exec(block, example)
+    assert [each.env for each in islice(example["tasks"].train(0), 1)] == ["files"]
+    assert play(example["touch"])[1].rewards["reward"] == 0.0
+    assert play(example["touch"], "touch done")[1].rewards["reward"] == 1.0
 
 
 def test_runtime_of_ones_own_checks_its_tasks() -> None:

@@ -82,11 +82,11 @@ def test_a_route_that_puts_the_format_into_the_clip_is_warned_of() -> None:
         assert not [each for each in warnings(options) if "contains the rounding" in each.wrong]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "nvfp4", "mxfp4"])
 def test_rounding_in_the_trainer_without_effect_is_warned_of(kind: str) -> None:
     both = f"--engine.quantise {kind} --trainer.quantise {kind} --engine.dtype"
     found = [each for each in warnings(f"{both} bfloat16") if "removes little" in each.wrong]
-    assert bool(found) == (kind != "int4")
+    assert bool(found) == (kind in ("fp8", "int8"))
     for each in found:
         assert each.fix == "--engine.dtype float32, or --trainer.quantise none"
     assert not [each for each in warnings(f"{both} float32") if "removes little" in each.wrong]

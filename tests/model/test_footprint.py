@@ -128,8 +128,9 @@ def test_moments_of_8_bits_take_2_bytes_and_whole_experts_are_not_gathered() -> 
 
 
 @pytest.mark.parametrize("lora", [None, Lora(4)])
-def test_a_rank_in_bfloat16_has_16_bytes_a_weight_and_two_copies(lora: Lora | None) -> None:
-    """Its float32 part is also what the passes gather. Adapters are whole on every rank.
+def test_a_rank_in_bfloat16_has_20_bytes_a_weight_and_two_copies(lora: Lora | None) -> None:
+    """The passes gather a float32 part that another one is rounded into at random. Adapters are
+    whole on every rank.
 
     One copy is of the published version, the other is what a checkpoint is written from.
     """
@@ -143,7 +144,7 @@ def test_a_rank_in_bfloat16_has_16_bytes_a_weight_and_two_copies(lora: Lora | No
     head = policy.model.get_output_embeddings().weight.numel()
     layers = 2 * (total - head) / policy.model.config.num_hidden_layers
     copied = (4 + 8 + 2) * trained  # by a checkpoint: float32 weights, moments, bfloat16 weights
-    divided = 2 * (total - trained) if lora else 18 * total + copied
+    divided = 2 * (total - trained) if lora else 22 * total + copied
     whole = 20 * trained + copied if lora else 0
     found = predict_footprint(made, policy).trainer - PROCESS_BYTES
     assert found == pytest.approx(divided / 4 + whole + 2 * (head + layers))

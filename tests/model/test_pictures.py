@@ -86,18 +86,32 @@ def plain_logps(policy: Policy, tokens: tuple[int, ...]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1)
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("kind", TOWERS)
 def test_a_model_with_pictures_has_the_logits_of_transformers(
-    kind: str, folders: dict[str, Path]
+    kind: str, apart: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = Policy.load(folders[kind], device="cpu")
+    if apart:
+        monkeypatch.setattr("unstale.model.policy.check_packing", refuse)
+        with pytest.warns(RuntimeWarning, match="forward pass of its own"):
+            policy = Policy.load(folders[kind], device="cpu")
+    else:
+        policy = Policy.load(folders[kind], device="cpu")
+    assert policy.computes_apart == apart
     first, second = (reader_of(policy).tokens(each) for each in (ONE, OTHER))
-    sequences = [(3, 4, *first, 5, 6, *second, 7, 8, 9), (3, 4, *second, 5), (3, 4, 5)]
+    prompt = (3, 4, *first, 5, 6, *second, *(5, 6) * MIN_SHARED)
+    sequences = [(*prompt, 7, 8, 9), (*prompt, 9, 8), (3, 4, *second, 5), (3, 4, 5)]
+    tree = policy.prefix_tree(packed(sequences))
+    assert (tree.num_tokens < len(tree.place)) != apart, "siblings share the prompt"
     with torch.no_grad():
-        found = policy.logps(packed(sequences), temperature=1.0).split([*map(len, sequences)])
+        found = policy.logps(tree, temperature=1.0).split([*map(len, sequences)])
     for tokens, logps in zip(sequences, found, strict=True):
         assert (logps[1:] - plain_logps(policy, tokens)).abs().max() < 1e-5
-    assert policy.computes_apart and not any("visual" in name for name in policy.weights())
+    assert not any("visual" in name or "vision" in name for name in policy.weights())
+
+
+def refuse(*_: object) -> None:
+    raise ConfigError("it is to be computed apart")
 
 
 def sampled_errors(policy: Policy, folder: Path, prompts: list[tuple[int, ...]]) -> list[float]:

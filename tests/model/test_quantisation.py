@@ -33,7 +33,7 @@ from unstale.model.quantisation import FORMATS, quantise_passes
 from unstale.records import collate
 from unstale.testing import episode, plain_logps, tiny_policy
 
-KINDS = ("fp8", "int8", "int4")
+KINDS = ("fp8", "int8", "int4", "nvfp4", "mxfp4")
 BLOCKS = {"fp8": (128, 128), "int8": (1, 10**6), "int4": (1, 32)}
 
 
@@ -59,7 +59,7 @@ def matrix(rows: int, columns: int, *, seed: int = 0) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_every_number_is_the_nearest_of_its_format(kind: str) -> None:
     weight = matrix(150, 140)
     rounded = FORMATS[kind].weight(weight)
@@ -76,10 +76,52 @@ def test_every_number_is_the_nearest_of_its_format(kind: str) -> None:
         assert error.max() <= 1e-6 * block.abs().max()
 
 
+E2M1 = {
+    0.0: 0.0, 0.2: 0.0, 0.25: 0.0, 0.26: 0.5, 0.5: 0.5, 0.75: 1.0, 0.8: 1.0, 1.2: 1.0, 1.25: 1.0,
+    1.3: 1.5, 1.75: 2.0, 2.4: 2.0, 2.5: 2.0, 2.6: 3.0, 3.4: 3.0, 3.5: 4.0, 4.9: 4.0, 5.0: 4.0,
+    5.1: 6.0, 6.0: 6.0,
+}  # fmt: skip
+"""Numbers, and the values of e2m1 to which they are rounded. A tie goes to the even mantissa."""
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_fp4_rounds_by_the_table_of_e2m1(sign: int) -> None:
+    row = sign * torch.tensor([*E2M1])  # the largest is 6, so the scale is 1 in both formats
+    expected = sign * torch.tensor([*E2M1.values()])
+    for kind, block in (("nvfp4", 16), ("mxfp4", 32)):
+        assert torch.equal(FORMATS[kind].weight(row[None, -block:])[0], expected[-block:])
+
+
+def test_mxfp4_has_powers_of_two_as_scales_and_cuts_off_what_is_above_six() -> None:
+    for largest, scale in ((4.0, 1.0), (7.9, 1.0), (8.0, 2.0), (0.13, 1 / 32), (3.0, 0.5)):
+        row = torch.zeros(1, 32)
+        row[0, :3] = torch.tensor([largest, scale, -3 * scale])
+        rounded = FORMATS["mxfp4"].weight(row)[0, :3] / scale
+        kept = {4.0: 4, 7.9: 6, 8.0: 4, 0.13: 4, 3.0: 6}[largest]
+        assert rounded.tolist() == [kept, 1, -3]
+        assert FORMATS["mxfp4"].pack(row)[1].item() == scale
+
+
+def test_nvfp4_has_scales_in_e4m3_times_one_of_the_matrix() -> None:
+    row = torch.zeros(1, 48)
+    row[0, 0], row[0, 16], row[0, 17], row[0, 32] = 6 * 448, 6 * 19, 38.0, 1e-4
+    codes, scales = FORMATS["nvfp4"].pack(row)
+    assert scales.tolist() == [[448, 20, 2.0**-9]], "19 lies between 18 and 20, and 20 is even"
+    found = FORMATS["nvfp4"].weight(row)[0]
+    assert found[[0, 16, 17, 32]].tolist() == [6 * 448, 120, 40, 0]
+    assert torch.equal(FORMATS["nvfp4"].unpack(codes, scales, torch.float32)[0], found)
+    tiny = FORMATS["nvfp4"].weight(row * 2.0**-80)
+    assert torch.equal(tiny, found[None] * 2.0**-80), "the scale of the matrix follows its numbers"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_twice_changes_nothing_and_zeros_remain(kind: str) -> None:
     rounded = FORMATS[kind].weight(matrix(40, 70))
-    assert torch.equal(FORMATS[kind].weight(rounded), rounded)
+    again = FORMATS[kind].weight(rounded)
+    if kind == "nvfp4":  # its scale of the matrix is a quotient, whose last digit may change
+        torch.testing.assert_close(again, rounded, rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(again, rounded)
     assert not FORMATS[kind].weight(torch.zeros(3, 5)).any()
     stacked = torch.stack([matrix(40, 70, seed=1), 50 * matrix(40, 70, seed=2)])
     apart = torch.stack([FORMATS[kind].weight(expert) for expert in stacked])

@@ -76,6 +76,11 @@ TECHNIQUES = {
     "long_reply_penalty/mean",
     "long_reply_penalty/share",
     "hints/episode_share",
+    "bus/episode_share",
+    "bus/success_share",
+    "bus/lost",
+    "search/best_mean",
+    "search/improvement_mean",
     "retry/episode_share",
     "retry/success_share",
     "retry/gain_mean",
@@ -108,7 +113,9 @@ TECHNIQUES = {
     "baseline/probe_squared_error_mean",
     "rollout/context_limit_mean",
     "rollout/slot_wait_s",
+    "rollout/pruned_share",
     "rollout/turn_limit_mean",
+    "tree/forecast_error",
 }
 UNDEFINED = {
     "audit/mask_f1",

@@ -10,20 +10,24 @@ from collections.abc import Callable, Sequence
 from io import StringIO
 from math import comb
 from random import Random
+from typing import Any
 
 import pytest
 
+from tests.rollout.test_episode import END, TASK, LetterChat, Tasks, says
 from unstale.builders import build_sampler
 from unstale.cli.evaluate import HeldOut
 from unstale.cli.main import main
-from unstale.config import ConfigError
+from unstale.config import ConfigError, EngineConfig, RolloutConfig
 from unstale.config.options import override
 from unstale.durability.console import Console
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
+from unstale.envs import Turn
 from unstale.envs.calculator import calculate
 from unstale.envs.registry import held_out_tasks
 from unstale.recipes import RECIPES
+from unstale.records import Trajectory
 from unstale.research.attempt import (
     COMPARE,
     CONCLUSIONS,
@@ -33,7 +37,10 @@ from unstale.research.attempt import (
     attempt_all,
 )
 from unstale.research.attempt_result import PLANNED, AttemptResult
+from unstale.research.search import Stages, beam_search
 from unstale.research.votes import by_majority, by_tournament, judge_record
+from unstale.rollout.episode import Rollout
+from unstale.rollout.generator import Generator
 
 
 def quiet() -> Console:
@@ -236,9 +243,98 @@ def test_a_judge_may_read_summaries_that_the_policy_writes() -> None:
     assert rows["best by 1 vote on each pair"] == rows["pass@4"] > rows["one attempt"]
 
 
+def searched(judge: float, runs: int = 400) -> tuple[float, float]:
+    """Return the success of a search and of a choice at the end, of as many tokens.
+
+    A candidate is a list of three stages, each of which is right with probability 0.5.
+    """
+    random = Random(5)
+
+    async def rank(candidates: Sequence[list[bool]]) -> Sequence[list[bool]]:
+        async def ask(attempts: Sequence[int], vote: int) -> int:
+            one, other = attempts
+            good = [all(candidates[each]) for each in attempts]
+            is_right = good[0] == good[1] or random.random() < judge
+            return one if good[0] == is_right else other
+
+        numbers = range(len(candidates))
+        chance = Random(random.random())
+        choice = await by_tournament(numbers, ask, votes=1, group=2, random=chance)
+        return [candidates[number] for number in choice.ranking]
+
+    async def extend(kept: list[bool] | None, share: int, stage: int) -> list[list[bool]]:
+        return [[*(kept or []), random.random() < 0.5] for _ in range(share)]
+
+    async def whole(kept: list[bool] | None, share: int, stage: int) -> list[list[bool]]:
+        return [[random.random() < 0.5 for _ in range(3)] for _ in range(share)]
+
+    async def run() -> tuple[float, float]:
+        wins = [0, 0]
+        for _ in range(runs):
+            best = await beam_search(extend, rank, stages=3, width=4, beam=2)
+            end = await beam_search(whole, rank, stages=1, width=4, beam=1)
+            wins[0] += all(best or [False])
+            wins[1] += all(end or [False])
+        return wins[0] / runs, wins[1] / runs
+
+    return asyncio.run(run())
+
+
+def test_a_search_gains_more_than_a_choice_at_the_end_of_as_many_tokens() -> None:
+    search, end = searched(0.8)
+    assert search > end + 0.1, (search, end)
+    assert searched(0.5)[0] == pytest.approx(0.125, abs=0.05), "a judge at chance gains nothing"
+
+
+def test_a_search_is_a_choice_of_the_procedure() -> None:
+    """An attempt that has ended is a candidate of the later stages, too."""
+
+    def searches(text: str, random: Random) -> str:
+        if COMPARE[:30] in text:
+            shown = json.loads(text[text.index("{") : text.rindex("}") + 1])
+            answer = str(calculate(shown.pop("task")))
+            right = (name for name in shown if shown[name].rstrip().endswith(answer))
+            return f"best: {next(right, 'A')}"
+        return guess(text, random)
+
+    options = AttemptOptions(attempts=4, votes=1, search=2, beam=2)
+    result = attempt_calculator(searches, options)
+    rows = {name: row.value for name, row in result.rows().items()}
+    assert rows["search with 2 stages"] >= rows["one attempt"]
+    assert result.tokens["search"] > 0
+
+
+def test_a_stage_goes_on_from_the_last_answer_of_a_kept_attempt() -> None:
+    def script(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        return [params.seed % 26 + ord("a"), END]
+
+    tasks = Tasks(*([says("go "), says("on "), Turn((), done=True)] for _ in range(4)))
+    engine = ScriptedEngine(script)
+    chat: Any = LetterChat()
+    generator = Generator(engine, chat, EngineConfig(max_context=64, max_completion_tokens=8))
+
+    async def search() -> tuple[list[Trajectory], list[Trajectory]]:
+        await engine.start()
+        rollout = Rollout(generator, tasks, RolloutConfig())
+        made = Stages(rollout, TASK, 3, stages=2, turns=1)
+        first = await made.extend(None, 2, 1)
+        last = await made.extend(first[1], 2, 2)
+        assert await made.extend(last[0], 5, 2) == [last[0]], "it has ended"
+        assert made.tokens == 2 * 2 + 2 * 2
+        return [*first], [*last]
+
+    first, last = asyncio.run(search())
+    assert [each.stop for each in (*first, *last)] == ["max_turns"] * 2 + ["done"] * 2
+    assert [each.num_turns for each in (*first, *last)] == [1] * 4
+    for each in last:
+        assert each.tokens[: len(first[1])] == first[1].tokens
+    assert last[0].tokens != last[1].tokens
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"search": 2}, "--search needs --votes above 0"),
         ({"attempts": 1}, "--attempts must be at least 2 to choose, got 1"),
         ({"group": 9}, "--group must be at most --attempts .8."),
         ({"distil": 9}, "--distil must be at most --attempts .8., got 9"),

@@ -85,7 +85,7 @@ def test_the_figures_of_one_word_are_those_by_enumeration(one_word: RunConfig) -
     """The prompt is the only prefix. A candidate's success rate is 1 if it is an even word."""
     run, teacher = one_word.runs / "run", one_word.runs / "teacher"
     options = ProbeOptions(prefixes=6, rollouts=2, top=3)
-    found = probe_distillation(run, str(teacher), one_word, options, console=quiet())
+    (found,) = probe_distillation(run, str(teacher), one_word, options, console=quiet())
     assert {name: len(each) for name, each in found.figures.items()} == {
         "correct": 5,
         "incorrect": 5,
@@ -94,7 +94,7 @@ def test_the_figures_of_one_word_are_those_by_enumeration(one_word: RunConfig) -
         (prompt,) = {each.tokens for each in choose_prefixes(journal, 6, Random(0))}
     student, teaching = Policy.load(run / "policy"), Policy.load(teacher)
     both = [each.next_logps(prompt, temperature=1.0) for each in (student, teaching)]
-    tried = choose_candidates(*both, 3)
+    (tried,) = choose_candidates(both[0], both[1:], 3)
     words = [student.tokenizer.decode([token]) for token in tried.tokens]
     value = torch.tensor([float(w[1:].isdigit() and int(w[1:]) % 2 == 0) for w in words]).double()
     assert 0 < value.sum() < len(words)
@@ -108,6 +108,28 @@ def test_the_figures_of_one_word_are_those_by_enumeration(one_word: RunConfig) -
     assert (found.episodes, found.failed) == (6 * 2 * len(words), 0)
     assert found.sampled_tokens == 0  # the candidate is the only token of a reply
     assert found.indifferent == {"correct": 0, "incorrect": 0}
+
+
+@pytest.mark.costly
+def test_contexts_of_one_policy_are_compared_with_the_same_episodes(one_word: RunConfig) -> None:
+    """The policy is its own teacher. A text in its prompt makes it another one."""
+    run, own = one_word.runs / "run", one_word.runs / "run" / "policy"
+    texts = ("", "w2 w4 w6", "w1 w3 w5")
+    options = ProbeOptions(prefixes=4, rollouts=2, top=3, contexts=texts)
+    found = probe_distillation(run, str(own), one_word, options, console=quiet())
+    assert tuple(each.context for each in found) == texts
+    assert len({each.episodes for each in found}) == 1, "the episodes are played once"
+    plain, even, odd = found
+    for each in found:
+        kind = each.figures["correct"]
+        assert kind["agreement"].value == pytest.approx(1)
+        assert kind["student_share"] == plain.figures["correct"]["student_share"]
+    assert plain.figures["correct"]["forward"].number == 0, "it is its own teacher: no direction"
+    values = [each.figures["correct"]["forward"].value for each in (even, odd)]
+    assert all(-1 <= each <= 1 for each in values) and values[0] != values[1]
+    with pytest.raises(ConfigError, match="no field 'solution'"):
+        wrong = replace(options, contexts=("Solution: {solution}",))
+        probe_distillation(run, str(own), one_word, wrong, console=quiet())
 
 
 @pytest.mark.costly
@@ -132,7 +154,7 @@ def test_open_episodes_are_bounded_and_failed_ones_are_a_warning(
     config = override(one_word, {f"schedule.{name}": value for name, value in changes.items()})
     out = Console(file=StringIO(), width=500)
     options = ProbeOptions(prefixes=2, rollouts=4, top=2)
-    found = probe_distillation(
+    (found,) = probe_distillation(
         one_word.runs / "run", str(one_word.runs / "teacher"), config, options, console=out
     )
     assert most == 2 and found.failed == -(-found.episodes // 3)
@@ -209,7 +231,7 @@ def test_the_command_plays_on_inside_replies_of_several_turns(
     assert row["sampled_tokens"] > 0
     shares = [row["figures"][kind]["student_share"] for kind in ("correct", "incorrect")]
     assert sum(each["number"] for each in shares) == 4
-    again = probe_distillation(
+    (again,) = probe_distillation(
         run,
         str(tmp_path / "teacher"),
         replace(config, name="run"),
@@ -222,9 +244,13 @@ def test_the_command_plays_on_inside_replies_of_several_turns(
 def test_candidates_are_possible_for_both_policies() -> None:
     student = torch.tensor([0.1, 0.5, 0.2, 0.2]).log()
     teacher = torch.tensor([0.6, 0.0, 0.1, 0.3]).log()
-    tried = choose_candidates(student, teacher, 2)
+    (tried,) = choose_candidates(student, [teacher], 2)
     assert sorted(tried.tokens) == [0, 2, 3]  # 1 is impossible for the teacher
-    assert sorted(choose_candidates(student, teacher, 9).tokens) == [0, 2, 3]
+    (every,) = choose_candidates(student, [teacher], 9)
+    assert sorted(every.tokens) == [0, 2, 3]
+    other = torch.tensor([0.1, 0.2, 0.0, 0.7]).log()
+    one, two = choose_candidates(student, [teacher, other], 1)
+    assert sorted(one.tokens) == sorted(two.tokens) == [0, 3], "all views try the same tokens"
 
 
 def test_means_have_standard_errors() -> None:

@@ -138,7 +138,7 @@ def test_an_allocator_decides_the_size_and_the_journal_gets_it_before() -> None:
     (request,) = first(1, selection)
     assert request.sizes == (2,)
     recorded: list[tuple[int, int]] = []
-    no_writer: Any = None
+    no_texts: Any = None
 
     hooks = RunHooks(
         techniques=NO_TECHNIQUES,
@@ -146,7 +146,7 @@ def test_an_allocator_decides_the_size_and_the_journal_gets_it_before() -> None:
         estimate=lambda groups: [],
         identify=lambda task: task.key,
         answer=lambda episode: "",
-        writer=no_writer,
+        texts=no_texts,
         lag=torch.zeros_like,
         resize=lambda *row: recorded.append(row),
         hidden_states=None,

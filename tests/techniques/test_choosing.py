@@ -108,7 +108,14 @@ CONDITIONS = {
     "episode_filter": {"schedule.group_size": 8},
     "preserve_clip": {"objective.loss_type": "ppo_clip"},
     "hints": {"objective.placed": "anchor", **ESTIMATOR},
+    "bus": {"bus.load": "runs/earlier", "objective.placed": "anchor", **ESTIMATOR},
     "retry": {"objective.placed": "anchor", **ESTIMATOR},
+    "exemplars": {"objective.placed": "anchor", **ESTIMATOR},
+    "hint_entropy_weights": {
+        "techniques": "hint_entropy_weights hints",
+        "objective.placed": "anchor",
+        **ESTIMATOR,
+    },
     "tree": {"techniques": "tree tree_advantage", **ESTIMATOR},
     "tree_advantage": {"techniques": "tree tree_advantage", **ESTIMATOR},
 }
@@ -121,8 +128,10 @@ def test_every_recipe_admits_a_technique_with_its_defaults_or_asks_for_one_optio
 ) -> None:
     asked = False
     for recipe, make in RECIPES.items():
-        options = {"techniques": name}
+        options = {"techniques": name, "objective.placed": "mask"}
         config = make()
+        if config.selection.test_time:
+            continue  # which only the recipe's own technique allows
         if "objective.placed" in CONDITIONS.get(name, {}) and config.old_logps.needs.inline:
             continue  # placed text needs an old log-probability that is computed once per batch
         if "rloo_first" in config.advantage.estimator and techniques()[name].slot == "estimator":

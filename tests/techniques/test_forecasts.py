@@ -3,22 +3,34 @@
 What matters are tasks that were never tried: their earlier results say nothing, and their words do.
 """
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tests.cli.test_run import quiet
+from tests.support.tiny_runs import save_tiny, tiny_run
 from tests.techniques.test_predicted_sampler import outcome, world
+from unstale.cli import session
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
+from unstale.envs.desk import shipped_desks
 from unstale.recipes import RECIPES
 from unstale.research.route import read_counts, route
 from unstale.research.techniques.allocate import Allocate
 from unstale.research.techniques.baseline import PriorBaseline, shrink
-from unstale.research.techniques.predicted_sampler import TextSampler
-from unstale.techniques.hooks import GroupSoFar, Techniques
+from unstale.research.techniques.predicted_sampler import (
+    PredictedSamplerConfig,
+    TextSampler,
+    make_sampler,
+)
+from unstale.techniques.hooks import DrawContext, GroupSoFar, StatesQuery, Techniques
 from unstale.testing import checkpoint_round_trip
 
 NAMES = "predicted_sampler allocate baseline"
@@ -100,6 +112,79 @@ def test_the_baseline_of_new_tasks_has_a_smaller_error_with_the_forecast() -> No
                 found.append((float(mixed) - (2 * rates[name] - 1)) ** 2)
     by_counts, by_forecast = map(np.mean, errors.values())
     assert by_forecast < 0.75 * by_counts
+
+
+def encode(texts: Sequence[str], query: StatesQuery) -> torch.Tensor:
+    """Return states with a large common part, in which only one of 24 features says the topic."""
+    noise = torch.Generator().manual_seed(0)
+    states = torch.randn(len(texts), 24, generator=noise) + 50
+    states[:, 7] += torch.tensor([6.0 if "odd" in text else -6.0 for text in texts])
+    return states
+
+
+def encoded(**options: object) -> TextSampler:
+    values: dict[str, Any] = {"encoder": "policy", "forecast": "model", **options}
+    made = make_sampler(PredictedSamplerConfig(**values))
+    made.read({f"{i}": f"{'odd' if i % 2 else 'even'} x{i}" for i in range(100)})
+    made.read_vectors(encode)
+    return made
+
+
+def test_the_policy_as_encoder_forecasts_tasks_that_were_never_tried() -> None:
+    made = encoded()
+    for at in range(0, 60, 6):
+        made.observe([outcome(f"{i}", *[float(i % 2)] * 4) for i in range(at, at + 6)])
+    new = [f"{i}" for i in range(60, 100)]
+    found = made.forecast(new)
+    assert found[1::2].min() > 0.7 and found[::2].max() < 0.3
+    other = encoded()
+    other.restore(checkpoint_round_trip(made.state()))
+
+    def moved(texts: Sequence[str], query: StatesQuery) -> torch.Tensor:
+        raise AssertionError("the vectors are those of the run's first policy")
+
+    other.read_vectors(moved)
+    assert other.forecast(new).tolist() == found.tolist()
+
+
+def test_only_reference_tasks_are_used_and_every_fourth_group_is_on_one() -> None:
+    made = encoded(reference=10)
+    tasks = [f"{i}" for i in range(100)]
+
+    def drawn(number: int) -> str:
+        return made.draw(tasks, DrawContext(number, 1, Random(number))).task
+
+    seen = []
+    for number in range(0, 80, 4):
+        seen.append(drawn(number))
+        made.observe([outcome(seen[-1], 1.0, 0.0), outcome(drawn(number + 1), 1.0, 1.0)])
+    assert len(set(seen[:10])) == 10, "a task without a result comes first"
+    used = {group[0] for group in made.state()["groups"]}
+    assert used == set(seen)
+
+
+@pytest.mark.usefixtures("forked_children")
+def test_a_run_reads_the_texts_of_its_pool_with_its_policy(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    config = override(
+        tiny_run(tmp_path / "model", tmp_path, max_steps=2),
+        {
+            "techniques": "predicted_sampler",
+            "selection.pool": 6,
+            "predicted_sampler.encoder": "policy",
+            "predicted_sampler.forecast": "model",
+            "predicted_sampler.reference": 2,
+        },
+    )
+    run = session.train(config, console=quiet())
+    assert len(run.metrics) == 2
+
+
+def test_desks_have_texts() -> None:
+    for desk in shipped_desks().values():
+        task = next(desk.train(0))
+        opening = asyncio.run(desk.env(task, 0).begin()).messages[-1].content
+        assert desk.text(task) == opening and opening
 
 
 def test_restored_techniques_decide_the_same() -> None:

@@ -5,11 +5,14 @@ right learns nothing from its own episodes.
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.groups import TASK
 from unstale.config import ConfigError
@@ -24,13 +27,19 @@ from unstale.records import (
     Placed,
     Provenance,
     Sampled,
+    ScoredTrajectory,
     Task,
     Trajectory,
+    collate,
     has_loss,
     walk,
 )
+from unstale.research.techniques.hint_entropy_weights import (
+    HintEntropyWeights,
+    HintEntropyWeightsConfig,
+)
 from unstale.research.techniques.hints import Hints, HintsConfig
-from unstale.techniques.hooks import CreditContext
+from unstale.techniques.hooks import CreditContext, Signals
 
 POSITIONS, WORDS, EPISODES, STEPS, SEEDS = 8, 4, 8, 150, 12
 RIGHT = (0,) * POSITIONS
@@ -125,6 +134,35 @@ def test_a_hint_has_an_advantage_only_if_its_episode_has_one_above_0() -> None:
     plain, good, bad = made(baseline="apart").estimate([group], context())
     assert plain.advantage == (0,) * 9
     assert (good.advantage[0], bad.advantage[0]) == (0.5, -0.5)
+
+
+def test_successes_without_and_failures_with_a_hint_weigh_more_where_hints_help() -> None:
+    fork = hinted(7, 2)
+    (hint,) = fork.text
+    helped = ended(9, hint, reply((0,) * 6), fork=fork)
+    failed = ended(10, hint, reply((1,) * 6), fork=fork)
+    group = Group(TASK, (OPEN, WRONG, WRONG, WRONG, helped, helped, helped, failed))
+    items = made(baseline="apart", gap=True).estimate([group], context())
+    found = [item.advantage[-1] for item in items]
+    assert found == [0.75 * 1.5, *[-0.25] * 3, *[0.25] * 3, -0.75 * 1.5]
+    same = Group(TASK, (OPEN, WRONG))
+    assert [item.advantage[-1] for item in made(gap=True).estimate([same], context())] == [
+        0.5,
+        -0.5,
+    ]
+
+
+def test_a_hint_token_weighs_less_the_further_its_entropy_is_from_the_continuation() -> None:
+    fork = hinted(7, 2)
+    (hint,) = fork.text
+    episode = ended(9, hint, reply((0,) * 6), fork=fork)
+    plain = ended(8, reply(RIGHT))
+    batch = collate([ScoredTrajectory(each, (2.0,)) for each in (plain, episode)], placed="anchor")
+    entropy = torch.tensor([0.0, *[1.0] * 8, 0.0, 3.0, 0.5, *[0.5] * 6])
+    signals = cast(Signals, SimpleNamespace(entropy=entropy))
+    shaped = HintEntropyWeights(HintEntropyWeightsConfig()).shape(batch, signals)
+    expected = [0, *[2] * 8, 0, 2 * math.exp(-2.5), 2, *[2] * 6]
+    assert shaped.advantage.tolist() == pytest.approx(expected)
 
 
 def open_lock(seed: int, placed: Any, **options: Any) -> float:

@@ -14,6 +14,7 @@ import torch
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import (
+    SURVIVAL,
     ContextPiece,
     Failure,
     Fork,
@@ -28,6 +29,7 @@ from unstale.records import (
 from unstale.research.techniques.balance import Balance, BalanceConfig
 from unstale.research.techniques.tree import Tree, TreeConfig
 from unstale.research.techniques.tree_advantage import TreeAdvantage, TreeAdvantageConfig
+from unstale.signals import Signals
 from unstale.techniques.hooks import CreditContext, Outcome, Techniques
 
 TASK = Task("bits", "train", 0)
@@ -177,6 +179,35 @@ def bias(problem: Bits, one: list[tuple[float, Node]], rule: str) -> float:
     return float(np.linalg.norm(mean_gradient(problem, one, rule) - true) / np.linalg.norm(true))
 
 
+def pruned_bias(problem: Bits, one: list[tuple[float, Node]], *, spare: float) -> float:
+    """Return the bias with one tree, whose leaves are pruned if their second token was unlikely."""
+    total = np.zeros_like(problem.p)
+    for p, root in one:
+        group = group_of(problem, [root])
+        low = [problem.of(each.tokens[:1])[each.tokens[1]] < 0.5 for each in group.trajectories]
+        for kept in product((True, False), repeat=sum(low)):
+            chance, found = p, []
+            draws = iter(kept)
+            for each, is_low in zip(group.trajectories, low, strict=True):
+                if is_low and next(draws):
+                    chance *= spare
+                    each = replace(each, facts={SURVIVAL: 1 / spare} if spare else {})
+                elif is_low:
+                    chance *= 1 - spare
+                    facts = {SURVIVAL: 0.0} if spare else {}
+                    each = replace(each, stop="pruned", rewards={}, facts=facts)
+                found.append(each)
+            if not chance:
+                continue
+            for scored in estimate(replace(group, trajectories=tuple(found)), "loo"):
+                item = scored.trajectory
+                for n in range(item.fork.at if item.fork else 0, LENGTH):
+                    score = problem.score(item.tokens[:n], item.tokens[n])
+                    total += chance * scored.advantage[n] * score
+    true = problem.true_gradient()
+    return float(np.linalg.norm(total - true) / np.linalg.norm(true))
+
+
 def biases(count: int) -> dict[str, list[float]]:
     """Return the bias of each rule in `count` random problems, with forks at a large entropy."""
     random = np.random.default_rng(57)
@@ -187,20 +218,29 @@ def biases(count: int) -> dict[str, list[float]]:
         one = problem.trees((), lambda p, wide=wide: 2 if p in wide else 1)
         for rule in ("loo", "pooled", "depth"):
             rows.setdefault(rule, []).append(bias(problem, one, rule))
+        for name, spare in (("roulette", 0.5), ("drop", 0.0)):
+            rows.setdefault(name, []).append(pruned_bias(problem, one, spare=spare))
         rows.setdefault("retro", []).append(bias(problem, problem.retro(), "loo"))
     return rows
 
 
 def test_leave_one_out_over_branches_is_unbiased_if_forks_look_at_the_past_only() -> None:
     found = biases(1)
-    assert max(found["loo"]) < 1e-12
+    assert max(found["loo"]) < 1e-12 and max(found["roulette"]) < 1e-12
     assert min(found["pooled"]) > 0.05 and min(found["depth"]) > 0.05
 
 
 @pytest.mark.costly
 def test_the_biases_are_those_of_the_table() -> None:
     found = {name: round(float(np.mean(values)), 3) for name, values in biases(12).items()}
-    assert found == {"loo": 0.0, "pooled": 0.430, "depth": 0.575, "retro": 0.185}
+    assert found == {
+        "loo": 0.0,
+        "pooled": 0.430,
+        "depth": 0.575,
+        "retro": 0.185,
+        "roulette": 0.0,
+        "drop": 0.721,
+    }
 
 
 def test_a_term_of_every_token_has_the_mean_of_independent_episodes() -> None:
@@ -287,6 +327,55 @@ def test_each_root_has_as_many_forks_as_its_group_was_given_episodes() -> None:
     assert turns.roots(8) == 2 and asyncio.run(turns.forks([[trunk]], TEXTS)) == [Fork(9, 6)] * 3
     assert asyncio.run(Tree(TreeConfig(turn=3)).forks([[trunk]], TEXTS)) == []
     assert asyncio.run(turns.forks([[trunk], [trunk]], TEXTS)) == [], "there is one round of forks"
+
+
+def test_14_episodes_forked_at_the_largest_entropies_have_57_percent_of_the_tokens() -> None:
+    """2 trunks, 3 places, 2 continuations: forks are halfway on average."""
+    tree = Tree(TreeConfig(branch="peaks", places=3, continuations=2))
+    length, peaks = 80, (20, 40, 60)
+    entropy = np.array([2.0 if at in peaks else 0.5 for at in range(length)], np.float32)
+    two = np.zeros((length, 2))
+    signals = Signals(entropy, two.astype(np.int32), two.astype(np.float32))
+    own = Sampled((7,) * length, (-9.0, *[-1.0] * (length - 1)), 0, signals=signals)
+    trunks = [
+        Trajectory((ContextPiece((1,)), own), {"r": 1.0}, "done", TASK, seed=i, episode=i)
+        for i in range(tree.roots(14))
+    ]
+    forks = asyncio.run(tree.forks([trunks], TEXTS))
+    assert sorted({each.at - 1 for each in forks if each}) == list(peaks)
+    sampled = 2 * length + sum(1 + length - each.at for each in forks if each)
+    assert 2 + len(forks) == 14 and round(sampled / (14 * length), 2) == 0.57
+
+
+def test_pruned_gradients_are_those_of_some_levels_or_of_middling_episodes() -> None:
+    problem = Bits(np.random.default_rng(57))
+    roots = [tree for _, tree in problem.trees((), lambda prefix: 1 + (len(prefix) == 1))]
+    group = group_of(problem, roots[:1] + roots[-1:])
+    rewards = (0.0, 0.5, 1.0, 0.25)
+    group = replace(
+        group,
+        trajectories=tuple(
+            replace(each, rewards={"r": reward})
+            for each, reward in zip(group.trajectories, rewards, strict=True)
+        ),
+    )
+
+    def advantages(version: int, **options: Any) -> list[tuple[float, ...]]:
+        technique = TreeAdvantage(TreeAdvantageConfig(rule="depth", **options))
+        context = CreditContext(0.0, version, lambda task: task.key)
+        return [each.advantage for each in technique.estimate([group], context)]
+
+    whole = advantages(0)
+    assert all(advantage for each in whole for advantage in each[1:])
+    for version, kept in ((0, slice(0, 1)), (1, slice(1, 3)), (2, slice(0, 1))):
+        for found, full in zip(advantages(version, kept_depths=0.5), whole, strict=True):
+            expected = [0.0] * LENGTH
+            expected[kept] = full[kept]
+            assert list(found) == expected
+    extremes = advantages(0, kept_leaves="extremes")
+    for number, (found, full) in enumerate(zip(extremes, whole, strict=True)):
+        trained = rewards[number] in (0.0, 1.0)
+        assert found[1:] == (full[1:] if trained else (0.0, 0.0)) and found[0] == full[0]
 
 
 def forked(*, turn_rewards: Sequence[tuple[float, ...]] = ((), (), (), ())) -> Group:

@@ -24,6 +24,10 @@ TOLERANCE = 1e-5
 """Largest difference of two log-probabilities in float32, in nats."""
 
 
+LIVE = {"entropy": {"tree.threshold": 3.0, "tree.every": 3}, "second": {"tree.every": 3}}
+"""Options with which episodes of the tiny policy are forked while they run."""
+
+
 def configure(model: Path, runs: Path, branch: str) -> RunConfig:
     config = tiny_run(model, runs, max_steps=5)
     schedule = replace(config.schedule, group_size=4)
@@ -32,7 +36,7 @@ def configure(model: Path, runs: Path, branch: str) -> RunConfig:
         {
             "techniques": "tree tree_advantage",
             "tree.branch": branch,
-            **({"tree.places": 1} if branch == "unlikely" else {}),
+            **({"tree.places": 1} if branch in ("unlikely", "peaks") else LIVE.get(branch, {})),
         },
     )
 
@@ -49,7 +53,7 @@ def require_plain(policy: Policy, trajectory: Trajectory) -> int:
     return count
 
 
-@pytest.mark.parametrize("branch", ["turn", "unlikely"])
+@pytest.mark.parametrize("branch", ["turn", "peaks", "entropy"])
 def test_the_own_tokens_of_a_fork_have_exact_old_log_probabilities(
     tmp_path: Path, branch: str
 ) -> None:

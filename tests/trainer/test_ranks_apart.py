@@ -61,6 +61,18 @@ def load_in_context(peers: RankGroup, folder: Path) -> str:
     return str(refused.value)
 
 
+def load_olmo(peers: RankGroup, folder: Path) -> str:
+    with pytest.raises(ConfigError) as refused:
+        Policy.load(folder, dtype="float32", peers=peers)
+    return str(refused.value)
+
+
+def test_a_model_whose_weights_would_be_divided_wrongly_is_refused(tmp_path: Path) -> None:
+    save_architecture(ARCHITECTURES["OLMo-hybrid"], tmp_path, planted=False)
+    for told in run_ranks(2, load_olmo, tmp_path):
+        assert "linear_attn.conv1d.weight" in told and "wrongly among trainer ranks" in told
+
+
 def test_a_sequence_of_such_a_model_is_not_divided(folder: Path) -> None:
     for told in run_ranks(2, load_in_context, folder / "Mamba"):
         assert "cluster.context must be 1, got 2" in told

@@ -184,6 +184,8 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
     state = trained * (_GRADIENT + moments + (master if width < _WIDE else 0))
     taught, kept_teacher = _teacher_bytes(config, copy, width)
     trainer = PROCESS_BYTES + total * width + state + copies * copy + averages + deltas + taught
+    if config.advantage.estimator == "gae" and config.critic.model == "own":
+        trainer += copy + state
     if packs_weights(config):
         trainer += _PACKED * total  # of the version that was sent last
     ranks = config.cluster.trainers
@@ -191,12 +193,14 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
         trainer += trained * (master + moments) + copy  # what a checkpoint is written from
     if ranks and not config.old_logps.shares_deltas:
         trainer += copy  # of the last published version
-    if ranks > 1:
+    if (shards := ranks // config.cluster.replicas) > 1:
         whole = trainer - PROCESS_BYTES
         if policy.lora:  # adapters are whole on every rank
-            whole -= (total - trained) * width * (1 - 1 / ranks)
-        else:  # the parts in the optimizer's precision are also those of the passes
-            whole = (whole - total * width * (width < _WIDE)) / ranks
+            whole -= (total - trained) * width * (1 - 1 / shards)
+        else:  # passes round parts in the optimizer's precision to nearest
+            if width < _WIDE and config.trainer.rounding != "nearest":
+                whole += _WIDE * trained  # so those that are rounded otherwise are others
+            whole = (whole - total * width * (width < _WIDE)) / shards
         trainer = PROCESS_BYTES + whole + width * _gathered_weights(policy, config)
     kept_copies = (live + needs.snapshots) * delta if config.audit.share else 0.0
     checkpoint = trained * (master + moments) + averages + deltas + kept_copies + kept_teacher

@@ -51,6 +51,7 @@ from unstale.rollout.processes.wire import Setup
 from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
+from unstale.rollout.text_vectors import text_vectors
 from unstale.rollout.texts import PolicyTexts, require_solutions
 from unstale.trainer.threads import LocalThread, SharedCores
 from unstale.weights.recording import RECORDED
@@ -150,6 +151,13 @@ def build(
         start,
         parts.techniques,
         skipped=rollout.quarantined,
+        encode=parts.hidden_states
+        and partial(
+            text_vectors,
+            states=parts.hidden_states,
+            chat=generator.chat,
+            max_context=config.engine.max_context,
+        ),
     )
     texts = PolicyTexts(taskset, generator)
     require_solutions(parts.techniques, texts, taskset, config.seed)
@@ -185,6 +193,8 @@ def build(
             answer=AnswerReader(taskset, parts.generator.chat),
             lag=parts.trainer.lag,
             resize=journal.resize,
+            group_size=config.schedule.group_size,
+            record_round=journal.add_round,
             hidden_states=parts.hidden_states,
             texts=texts,
             seed=config.seed,

@@ -31,7 +31,7 @@ from unstale.config import (
 )
 from unstale.config.given import HERE
 from unstale.config.hub import reading
-from unstale.config.techniques import chosen
+from unstale.config.techniques import chosen, reads_signals
 from unstale.durability.console import Console
 from unstale.durability.run_folder import plain
 from unstale.engines import Engine
@@ -166,11 +166,18 @@ def build_generator(
     reader = policy.pictures.reader if policy.pictures else None
     chat = build_chat(config, policy.tokenizer, policy.ends, taskset, reader)
     warn_of_hidden_tools(config, chat, taskset)
-    return Generator(engine, chat, config.engine, pins=config.schedule.pin_versions)
+    return Generator(
+        engine,
+        chat,
+        config.engine,
+        pins=config.schedule.pin_versions,
+        signals=reads_signals(config),
+    )
 
 
 def at_eval_temperature(generator: Generator, config: EvalConfig) -> Generator:
     """Return a generator that samples at `eval.temperature`, with the same engine."""
+    generator = replace(generator, signals=False)
     if config.temperature < 0:
         return generator
     return replace(generator, temperature=config.temperature)

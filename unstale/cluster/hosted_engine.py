@@ -148,7 +148,7 @@ class HostedEngine:
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         limit = self._options.max_context
-        check_request(tokens, params, max_context=limit, keeps_sets=True)  # its engine checks
+        check_request(tokens, params, max_context=limit, keeps_sets=True, measures=True)
         session = self._live_session()
         while not session.open.is_set():
             await session.while_alive(session.open.wait())

@@ -27,7 +27,7 @@ from unstale.config.plugins import added_names, modules
 Dtype = Literal["float32", "bfloat16", "float16"]
 Transfer = Literal["auto", "file", "nccl"]
 Adapters = Literal["merged", "unmerged"]
-Quantise = Literal["none", "fp8", "int8", "int4"]
+Quantise = Literal["none", "fp8", "int8", "int4", "nvfp4", "mxfp4"]
 LARGEST_BIAS = 100.0
 """Largest number that `engine.logit_bias` adds to a logit, as in the API of OpenAI."""
 BANNED = -10_000.0
@@ -35,7 +35,7 @@ BANNED = -10_000.0
 -infinity, its product with 0 is 0.
 """
 ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
-    "embedded": ("fp8", "int8", "int4"),
+    "embedded": ("fp8", "int8", "int4", "nvfp4", "mxfp4"),
     "vllm": ("fp8",),
 }
 """The values of `engine.quantise`, besides `none`, that each engine backend supports. Backends that

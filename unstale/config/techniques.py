@@ -133,6 +133,10 @@ class Entry:
     """
     without_labels: bool = False
     """True if the technique replaces the environment's rewards by some that need no solution."""
+    signals: Callable[[Any], bool] = lambda options: False
+    """A function that returns True if the technique with some options reads the signals of sampled
+    tokens: figures of the distributions from which an engine drew them.
+    """
     needs_repeats: Callable[[Any], str] = lambda options: ""
     """A function that returns the option that makes the technique need repeated tasks (a pool, or a
     list that repeats). Empty if the technique does not need them.
@@ -231,6 +235,8 @@ def check_needs(config: "RunConfig") -> None:
                 f"the technique {entry.name} replaces advantage.estimator, got "
                 f"{config.advantage.estimator}: leave all options of `advantage` at their defaults"
             )
+        if entry.signals(config.technique_options[entry.name]):
+            _require_signals(entry.name, config)
         if "pool" in entry.requires and not config.selection.pool:
             raise ConfigError(
                 f"the technique {entry.name} needs selection.pool > 0, got 0: it needs "
@@ -256,6 +262,25 @@ def check_needs(config: "RunConfig") -> None:
                 f"the technique {entry.name} needs schedule.groups_per_step >= 2, got "
                 f"{config.schedule.groups_per_step}: it compares two halves of a step's groups"
             )
+
+
+def _require_signals(technique: str, config: "RunConfig") -> None:
+    if config.engine.backend != "embedded":
+        raise ConfigError(
+            f"the technique {technique} with these options needs engine.backend = embedded, got "
+            f"{config.engine.backend}: servers do not return the entropy of a token's distribution"
+        )
+    if config.engine.truncated_by:
+        raise ConfigError(
+            f"the technique {technique} with these options needs sampling from the whole "
+            f"vocabulary, got {config.engine.truncated_by}: signals are of the whole distribution"
+        )
+
+
+def reads_signals(config: "RunConfig") -> bool:
+    """Return True if a chosen technique reads the signals of sampled tokens."""
+    options = config.technique_options
+    return any(entry.signals(options[entry.name]) for entry in chosen(config.techniques))
 
 
 def require_sequences(config: "RunConfig", size: int, option: str) -> None:

@@ -60,6 +60,10 @@ class SamplingParams:
     """Largest number of tokens that the rest of the reply may have, if the caller requests the
     reply in several parts of `max_tokens` each. 0 means `max_tokens`.
     """
+    signals: bool = False
+    """True if the reply must have signals: figures of the distribution of each token, at this
+    temperature (1 if it is 0). Only the embedded engine returns them.
+    """
 
     @property
     def truncation(self) -> Truncation:
@@ -97,14 +101,15 @@ def check_request(  # noqa: PLR0913 - the limits of an engine
     max_context: int = 1 << 62,
     vocab_size: int = 0,
     keeps_sets: bool = False,
+    measures: bool = False,
     versions: Collection[int] = (),
     pictures: bool = False,
 ) -> None:
     """Raise ValueError for a request that the engine cannot serve.
 
     A request must have a context shorter than `max_context`, token ids below `vocab_size` (0: not
-    checked) unless they are of `pictures`, and, unless the engine `keeps_sets`, no truncation.
-    `params.version` must be -1 or one of `versions`.
+    checked) unless they are of `pictures`, and, unless the engine `keeps_sets`, no truncation, and,
+    unless it `measures`, no signals. `params.version` must be -1 or one of `versions`.
 
     >>> params = SamplingParams(max_tokens=8, stop_tokens=(9,))
     >>> check_request([5, 6], params, max_context=16, vocab_size=8)
@@ -117,6 +122,8 @@ def check_request(  # noqa: PLR0913 - the limits of an engine
             "the set of tokens that it kept, so every importance ratio would be biased. Sample "
             "from the whole vocabulary; any temperature is allowed"
         )
+    if params.signals and not measures:
+        raise ValueError("this engine returns no signals of a token's distribution")
     if params.version >= 0 and params.version not in versions:
         raise ValueError(
             f"version {params.version} was requested, but the engine has {sorted(versions)}"

@@ -6,6 +6,7 @@ It runs in this process, deterministically and without a model. Replies take tim
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from unstale.engines import (
 )
 from unstale.engines.embedded.runner import check_update
 from unstale.records import Sampled
+from unstale.signals import Signals
 from unstale.weights.store import Delta
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
@@ -61,11 +63,13 @@ class ScriptedEngine:
         *,
         logp: float | Callable[[Sequence[int], int], float] = -0.5,
         token_delay: Delay | None = None,
+        signals: Callable[[Sequence[int]], Signals] | None = None,
         parameters: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._script = script
         self._logp = logp
         self._token_delay = token_delay
+        self._signals = signals
         self._parameters = parameters
         self.version = -1
         self._pending: dict[asyncio.Timeout, None] = {}
@@ -88,7 +92,7 @@ class ScriptedEngine:
         self._started = True
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
-        check_request(tokens, params)
+        check_request(tokens, params, measures=self._signals is not None)
         self._check_alive()
         while not self._open.is_set():
             await self._open.wait()
@@ -125,7 +129,11 @@ class ScriptedEngine:
             stop = "interrupted"
         self._check_alive()
         self._sampled_tokens += len(reply)
-        return Reply(Sampled(tuple(reply), tuple(behavior_logp), version), stop)
+        piece = Sampled(tuple(reply), tuple(behavior_logp), version)
+        if params.signals and self._signals and reply:
+            found = [self._signals((*tokens, *reply[:at])) for at in range(len(reply))]
+            piece = replace(piece, signals=Signals.join(found))
+        return Reply(piece, stop)
 
     def _scripted_reply(self, tokens: tuple[int, ...], params: SamplingParams) -> list[int]:
         reply: list[int] = []

@@ -155,11 +155,11 @@ class DatasetTasks(ListedTasks):
             return
         data: dict[str, list[Row]] = {"train": [], "held_out": []}
         for row, opening in zip(rows, openings, strict=True):
-            is_held_out = _share_of(opening) < options.held_out_share
+            is_held_out = share_of(opening) < options.held_out_share
             data["held_out" if is_held_out else "train"].append(row)
         for split, chosen in data.items():
             if not chosen and (split == "train" or options.held_out_share):
-                num_prompts = len(set(map(_share_of, openings)))
+                num_prompts = len(set(map(share_of, openings)))
                 raise ConfigError(
                     f"{options.env} has {len(rows)} rows with {num_prompts} different prompts, and "
                     f"none for {split.replace('_', '-')} tasks: add rows with other prompts, name "
@@ -283,7 +283,7 @@ def _column(row: Row, column: str, option: str) -> Any:
     return row[column]
 
 
-def _share_of(opening: tuple[Message, ...]) -> float:
+def share_of(opening: tuple[Message, ...]) -> float:
     """Return a number in [0, 1) that depends only on the first messages of a row."""
     text = json.dumps([[message.role, message.content] for message in opening])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48

@@ -65,10 +65,10 @@ class PythonTasks(NumberedTasks):
         """
         question, answer = self.puzzle(task)
         system = Message("system", "Work it out with the tool, then answer.")
-        return Question((system, Message("user", question)), answer, ToolRunner(TOOL, _run))
+        return Question((system, Message("user", question)), answer, ToolRunner(TOOL, run))
 
 
-async def _run(code: str) -> str:
+async def run(code: str) -> str:
     """Run a program in the sandbox and return its output.
 
     Raises `ValueError` if the program fails.

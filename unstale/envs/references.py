@@ -46,9 +46,9 @@ def load_references(
     references = []
     for row in load_rows(str(path)):
         try:
-            tools = _tools(row, required=own_tools)
+            tools = read_tools(row, required=own_tools)
             form = chat if tools is None else chat.with_tools(tools)
-            reference = encode_conversation(form, _messages(row))
+            reference = encode_conversation(form, read_messages(row))
         except ValueError as error:
             raise ConfigError(f"{row.place}: {error}") from error
         if len(reference.tokens) > max_tokens:
@@ -88,7 +88,7 @@ def encode_conversation(chat: Chat, messages: Sequence[Message]) -> Reference:
     return Reference(tuple(tokens), tuple(replies))
 
 
-def _messages(row: Mapping[str, Any]) -> list[Message]:
+def read_messages(row: Mapping[str, Any]) -> list[Message]:
     """Return the messages of a row. Raises ValueError if they are not a list of chat messages."""
     found = row.get("messages")
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
@@ -111,7 +111,7 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def _tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, Any]] | None:
+def read_tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, Any]] | None:
     """Return the tools of a row as schemas. None if it has none.
 
     Raises ValueError if they are not schemas of functions, or if they are `required` and missing.

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +84,18 @@ class TerminalTasks(ListedTasks):
         self._tasks = {"train": train, "held_out": held_out}
         for task in (*train, *held_out):
             self._runtime.check(task)
-        self.data = {split: [*map(_row, tasks)] for split, tasks in self._tasks.items()}
+        self.data = {split: [*map(_row, count(), tasks)] for split, tasks in self._tasks.items()}
 
     def env(self, task: Task, seed: int) -> "TerminalEnv":
         """Return the environment of a task. `seed` is not used: nothing in it is random."""
-        split = "train" if task.split == "train" else "held_out"
-        place = self.data[split].index(self.data_of(task))
-        return TerminalEnv(self._tasks[split][place], self._runtime, self._commands)
+        chosen = self._tasks[task.split][self.data_of(task)["number"]]
+        return TerminalEnv(chosen, self._runtime, self._commands)
 
 
-def _row(task: TerminalTask) -> dict[str, str]:
-    """Return what identifies a task: its name, and a digest of all that it has."""
-    return {"name": task.name, "digest": hashlib.sha256(repr(task).encode()).hexdigest()}
+def _row(number: int, task: TerminalTask) -> dict[str, Any]:
+    """Return what identifies a task: its number and name, and a digest of all that it has."""
+    digest = hashlib.sha256(repr(task).encode()).hexdigest()
+    return {"number": number, "name": task.name, "digest": digest}
 
 
 class TerminalEnv:

@@ -35,9 +35,13 @@ QUANTISED_D = {
     ("fp8", "bfloat16"): (0.0031, 0.0028),
     ("int8", "bfloat16"): (0.0011, 0.0010),
     ("int4", "bfloat16"): (0.0071, 0.0006),
+    ("nvfp4", "bfloat16"): (0.0065, 0.00053),
+    ("mxfp4", "bfloat16"): (0.0097, 0.00063),
     ("fp8", "float32"): (0.0027, 0.00015),
     ("int8", "float32"): (0.00096, 0.00009),
     ("int4", "float32"): (0.0070, 0.0000005),
+    ("nvfp4", "float32"): (0.0065, 0.0000005),
+    ("mxfp4", "float32"): (0.0098, 0.0000005),
 }
 """Mean size of log D in nats, by `engine.quantise` and `engine.dtype`. The first number is with
 rounding in the engine only, the second with rounding in the trainer, too. It is the table in

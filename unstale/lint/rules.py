@@ -300,8 +300,9 @@ def _bandless(config: RunConfig) -> Finding | None:
 def _imitation(config: RunConfig) -> Finding | None:
     if config.objective.placed != "anchor":
         return None
-    # hints and retries refuse mask, so the fix is a run without them
-    others = [each.name for each in chosen(config.techniques) if each.slot != "strategy"]
+    # hints and retries refuse mask, so the fix is a run without them, and without their weights
+    entries = [each for each in chosen(config.techniques) if each.slot != "strategy"]
+    others = [each.name for each in entries if each.name != "hint_entropy_weights"]
     return Finding(
         "objective.placed anchor",
         "placed text is imitated, weighted by its advantage: this is not the gradient of the "

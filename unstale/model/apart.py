@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from unstale.config import ConfigError
 from unstale.model import fused
 from unstale.model.attention import running
-from unstale.model.forward import keep_states
+from unstale.model.forward import keep_states, run_model
 from unstale.model.loading import vocab_size
 from unstale.model.packing_check import (
     Packability,
@@ -159,14 +159,19 @@ def check_apart(
 
 
 @torch.no_grad()
-def check_pictures(model: PreTrainedModel, pictures: PictureInputs, found: Packability) -> None:
-    """Check that a model with pictures has the logits of transformers, at once and with a cache.
+def check_pictures(
+    model: PreTrainedModel, pictures: PictureInputs, found: Packability, *, packed: bool = False
+) -> None:
+    """Check that a model with pictures has the logits of transformers.
 
-    `found` are the results of `check_apart`. Raises ConfigError if a check fails.
+    They are computed at once and with a cache, or with `packed` in a packed pass. `found` are the
+    results of the check without pictures. Raises ConfigError if a check fails.
     """
     probe = PictureProbe(pictures)
-    plain = partial(probe.plain, model)
-    same = (_agree(model, plain, partial(probe.logits, model, parts)) for parts in (1, 3))
+    passes = [partial(probe.logits, model, parts) for parts in (1, 3)]
+    if packed:
+        passes = [partial(probe.packed, model, run_model)]
+    same = (_agree(model, partial(probe.plain, model), each) for each in passes)
     if not (found.plain_head and all(same)):
         raise ConfigError(
             f"policy: pictures give {type(model).__name__} other logits than in transformers"

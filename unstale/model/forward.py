@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from unstale.config import ConfigError, RunConfig
 from unstale.model.attention import running
+from unstale.model.pictures import PictureInputs, decoder_of
 from unstale.model.prefix_tree import PrefixTree
 
 before_layer: ContextVar[Callable[[], object]] = ContextVar(
@@ -90,23 +91,34 @@ class Scored:
     entropy: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_head: bool) -> Tensor:
+def run_model(
+    body: Any,
+    run: PrefixTree,
+    rows: Tensor,
+    plain_head: bool,
+    pictures: PictureInputs | None = None,
+) -> Tensor:
     """Run a forward pass on a prefix tree.
 
     Return the last hidden states `[R, H]` of the tokens `rows`. A prefix tree is packed sequences
     in which shared prefixes appear once. `rows` `[R]` are indices in the tree's tokens, or, with a
     context group, in this rank's slice of them. `body` is the model without its output head. If the
     head is more than one linear map (`plain_head` False), `body` is the whole model, and logits
-    `[R, V]` are returned.
+    `[R, V]` are returned. `pictures` computes the inputs of a vision-language model.
     """
     tokens = run.own_tokens
+    if pictures:  # before the tree is set: the vision tower has attention of its own
+        inputs = pictures.packed(body, run)
+        body = decoder_of(body)
+    else:
+        inputs = {
+            "input_ids": run.tokens[None, tokens].to(rows.device),
+            "position_ids": run.positions[None, tokens].to(rows.device),
+            "use_cache": False,
+        }
     token = running.set(run)
     try:
-        out = body(
-            input_ids=run.tokens[None, tokens].to(rows.device),
-            position_ids=run.positions[None, tokens].to(rows.device),
-            use_cache=False,
-        )
+        out = body(**inputs)
         chosen: Tensor = (out.last_hidden_state if plain_head else out.logits)[0, rows]
     finally:
         running.reset(token)

@@ -8,8 +8,9 @@ import copy
 import hashlib
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from io import BytesIO
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import DynamicCache
 from unstale.config import ConfigError, install
 from unstale.config.files import read_mapping
 from unstale.config.hub import reading
+from unstale.model.prefix_tree import Packed, PrefixTree, build_prefix_tree
 from unstale.pictures import FIRST, PictureError, PictureStore, numbers_in
 
 TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")
@@ -53,6 +55,14 @@ def tower_names(model: Any) -> frozenset[str]:
     trained = {id(each) for each in decoder_of(model).parameters()}
     trained |= {id(each) for each in model.get_output_embeddings().parameters()}
     return frozenset(name for name, each in model.named_parameters() if id(each) not in trained)
+
+
+def freeze_tower(model: Any) -> frozenset[str]:
+    """Let no step change the parameters of `tower_names`, and return these names."""
+    names = tower_names(model)
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return names
 
 
 def processor_class(kind: str) -> type[Any]:
@@ -205,6 +215,36 @@ class PictureInputs:
                 options |= {"visual_pos_masks": where, "deepstack_visual_embeds": deeper}
         return decoder_of(model)(inputs_embeds=states[None], **options)
 
+    def packed(self, model: Any, run: PrefixTree) -> dict[str, Any]:
+        """Return the arguments with which the language model computes a prefix tree."""
+        embedding = model.get_input_embeddings()
+        device = embedding.weight.device
+        tokens = run.tokens
+        states = embedding(tokens.masked_fill(tokens >= FIRST, 0).to(device))
+        positions = run.positions[None].repeat(3, 1)
+        has_rope = hasattr(model.base_model, "get_rope_index")
+        starts = [*(~run.follows).nonzero().squeeze(1).tolist(), len(run.place)]
+        found = []
+        for start, end in pairwise(starts):
+            place = run.place[start:end]
+            if has_rope:
+                positions[:, place] = self.positions(model, tokens[place])
+            at, features = self._rows(model, tokens[place], 0)
+            found += [(place[at], features)] if features else []
+        options: dict[str, Any] = {"use_cache": False}
+        options["position_ids"] = (positions[:, None] if has_rope else positions[:1]).to(device)
+        if found:
+            at = torch.cat([place for place, _ in found]).to(device)
+            parts = zip(*(features for _, features in found), strict=True)
+            first, *deeper = (torch.cat(part) for part in parts)
+            states = states.index_put((at,), first)
+            if deeper:  # in the order of the tree, in which siblings share a picture
+                where = torch.zeros(len(tokens), dtype=torch.bool, device=device)
+                where[at] = True
+                dense = [torch.zeros_like(states).index_put((at,), each)[where] for each in deeper]
+                options |= {"visual_pos_masks": where[None], "deepstack_visual_embeds": dense}
+        return {"inputs_embeds": states[None], **options}
+
     def positions(self, model: Any, tokens: Tensor) -> Tensor:
         """Return the positions `[3, n]` of tokens in time, height and width (M-RoPE)."""
         whole, last = tokens, int(tokens[-1])
@@ -307,6 +347,18 @@ class PictureProbe:
         tokens = self._tokens.masked_fill(is_picture, self._inputs.reader.token)[None].to(device)
         options = {name: each.to(device) for name, each in options.items()}
         return [model(input_ids=tokens, use_cache=False, **options).logits[0]]
+
+    def packed(self, model: Any, run: Callable[..., Tensor]) -> list[Tensor]:
+        """Return the logits `[n, V]` of the text, packed with its beginning and another text.
+
+        `run` is `run_model`.
+        """
+        sequences = [self._tokens[-2:], self._tokens, self._tokens[:-1]]
+        ends = [0, *accumulate(map(len, sequences))]
+        tree = build_prefix_tree(Packed(torch.cat(sequences), tuple(ends)), share=True)
+        rows = tree.place[ends[1] : ends[2]].to(model.get_input_embeddings().weight.device)
+        hidden = run(model.base_model, tree, rows, True, self._inputs)
+        return [model.get_output_embeddings()(hidden)]
 
     def logits(self, model: Any, parts: int) -> list[Tensor]:
         """Return the logits `[n, V]` of `PictureInputs`, in `parts` that continue a cache."""

@@ -58,8 +58,8 @@ from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.pictures import (
     PROCESSOR_FILES,
     PictureInputs,
+    freeze_tower,
     load_pictures,
-    tower_names,
 )
 from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tree
 from unstale.model.quantisation import quantise_passes
@@ -100,7 +100,7 @@ class Policy:
     ) -> None:
         self.pictures = pictures
         """Computes the inputs of a vision-language model. None if the model reads only text."""
-        self._frozen = tower_names(model) if pictures else frozenset[str]()
+        self._frozen = freeze_tower(model) if pictures else frozenset[str]()
         """Names of parameters that no step changes, and that are not among the weights."""
         if lora:
             adapters.inject(model, lora, without=self._frozen)
@@ -132,11 +132,11 @@ class Policy:
         """True if each sequence has a forward pass of its own, because it cannot be packed."""
         if self._is_sharded:
             self._short_copy = _use_packing(sharding.shorter_copy(model))
-        self._run_model: Callable[..., Tensor] = run_model
+        self._run_model: Callable[..., Tensor] = partial(run_model, pictures=pictures)
         try:
-            if pictures:
-                raise ConfigError("it reads pictures")
             packability = check_packing(self._short_copy or model, tokenizer)
+            if pictures:
+                apart.check_pictures(model, pictures, packability, packed=True)
         except ConfigError as refusal:
             packability = self._compute_apart(refusal)
         self._plain_head = packability.plain_head
@@ -244,8 +244,6 @@ class Policy:
             found = apart.check_apart(checked, self.tokenizer)
             if self.pictures:
                 apart.check_pictures(checked, self.pictures, found)
-                for frozen in self._frozen:
-                    self.model.get_parameter(frozen).requires_grad_(False)
         except ConfigError as error:
             raise ConfigError(f"{error}. It cannot be packed either: {refusal}") from error
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Simulate FP8, INT8 and INT4 by rounding weights and activations.
+"""Simulate FP8, INT8, INT4 and FP4 by rounding weights and activations.
 
 A format has few values. A block of numbers shares one scale, which maps the block's largest number
 to the largest value of the format. Each number is rounded to the nearest value times the scale, and
@@ -9,6 +9,7 @@ trainer can do the same (arXiv 2601.14243, Jet-RL). Weights then get the gradien
 weights (straight-through, arXiv 1308.3432).
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class Format:
     """
     stored: torch.dtype
     """The dtype in which numbers of the format are stored. It has one byte."""
+    scales_of: Callable[[Tensor, float], Tensor] = torch.div
+    """A function of the largest absolute number of each block, `[..., R, 1, C, 1]`, and `largest`,
+    that returns the scales.
+    """
 
     def weight(self, weight: Tensor) -> Tensor:
         """Return a weight `[..., out, in]` rounded to this format. Its dtype does not change."""
@@ -92,7 +97,7 @@ class Format:
         The blocks are `[..., R / rows, rows, C / columns, columns]`.
         """
         blocks = _blocks(numbers.float(), rows, columns)
-        scales = blocks.abs().amax((-3, -1), keepdim=True) / self.largest
+        scales = self.scales_of(blocks.abs().amax((-3, -1), keepdim=True), self.largest)
         scales = torch.where(scales > 0, scales, 1.0)
         return self.nearest(blocks / scales), scales
 
@@ -119,14 +124,40 @@ def _nearest_integer(values: Tensor) -> Tensor:
     return torch.round(values) + 0.0  # integers have no -0.0
 
 
+def _nearest_e2m1(values: Tensor) -> Tensor:
+    """Round numbers to 0, 0.5, 1, 1.5, 2, 3, 4, 6 and negatives, ties to the even mantissa."""
+    size = values.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return (torch.round(values / step) * step).clamp(-6, 6) + 0.0
+
+
+def _nvfp4_scales(sizes: Tensor, largest: float) -> Tensor:
+    """Return scales in e4m3, times a scale of the whole matrix."""
+    top = sizes.amax((-4, -2), keepdim=True) / (largest * _LARGEST_E4M3)
+    shares = sizes / (largest * torch.where(top > 0, top, 1.0))
+    return torch.where(sizes > 0, _nearest_e4m3(shares).clamp(min=_SMALLEST_E4M3) * top, 0.0)
+
+
+def _mxfp4_scales(sizes: Tensor, largest: float) -> Tensor:
+    """Return scales that are powers of 2: the largest number of a block gets the exponent of 4."""
+    exponents = torch.frexp(sizes).exponent - math.frexp(largest)[1]
+    return torch.where(sizes > 0, torch.ldexp(torch.ones_like(sizes), exponents), 0.0)
+
+
+_LARGEST_E4M3 = 448.0
+_SMALLEST_E4M3 = 2.0**-9
 FORMATS = {
     "fp8": Format(448.0, _nearest_e4m3, (128, 128), 128, torch.float8_e4m3fn),
     "int8": Format(127.0, _nearest_integer, (1, 0), 0, torch.int8),
     "int4": Format(7.0, _nearest_integer, (1, 32), None, torch.int8),
+    "nvfp4": Format(6.0, _nearest_e2m1, (1, 16), None, torch.float8_e4m3fn, _nvfp4_scales),
+    "mxfp4": Format(6.0, _nearest_e2m1, (1, 32), None, torch.float8_e4m3fn, _mxfp4_scales),
 }
 """The formats, by their name in `engine.quantise`. `fp8` is e4m3 with the blocks of DeepSeek-V3
 (arXiv 2412.19437). `int8` has one scale for each output row of a weight and for each token, as
 LLM.int8() (arXiv 2208.07339). `int4` rounds only weights, in groups of 32, as GPTQ and AWQ do.
+`nvfp4` and `mxfp4` round only weights, to e2m1. The scales of `nvfp4` are e4m3 for 16 weights, with
+a float32 scale of the matrix; those of `mxfp4` are powers of 2 for 32 weights (OCP MX 1.0).
 """
 
 

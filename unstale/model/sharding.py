@@ -7,6 +7,7 @@ the layer runs. Gradients are summed over the ranks in float32.
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import MergeModulelist
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from unstale.config import ConfigError
@@ -53,11 +55,31 @@ def load_shard(
         model = load_model(
             folder, torch.float32 if mixed else passes, distributed_config=config, **options
         )
+    _require_divisible(model)
     for module in _units(model):
         # Sums, not means: the loss has the denominators of the whole batch.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _require_divisible(model: PreTrainedModel) -> None:
+    """Raise ConfigError if transformers divides a weight of a model wrongly when it loads it.
+
+    It divides the tensors of the folder before it joins several into one weight. If it joins them
+    along the dimension that is divided, the rows of the weight are in another order.
+    """
+    for each in get_model_conversion_mapping(model):
+        operations = getattr(each, "operations", ())
+        if not any(isinstance(step, Concatenate) and step.dim == 0 for step in operations):
+            continue
+        for name, _ in model.named_parameters():
+            if any(re.search(target, name) for target in each.target_patterns):
+                raise ConfigError(
+                    f"policy: transformers {transformers.__version__} divides {name} of "
+                    f"{type(model).__name__} wrongly among trainer ranks. cluster.trainers must be "
+                    "0 or 1 with this policy"
+                )
 
 
 def _distributed_config(peers: RankGroup, *, mixed: bool) -> DistributedConfig:

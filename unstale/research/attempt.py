@@ -24,6 +24,7 @@ from unstale.envs import Taskset, Votable, implements, task_text
 from unstale.envs.notes import NotedTasks
 from unstale.records import Task, Trajectory
 from unstale.research.attempt_result import PLANNED, AttemptResult
+from unstale.research.search import Stages, beam_search
 from unstale.research.techniques.retry import DATA, PLAN, PLANNED_BY
 from unstale.research.votes import Choice, by_majority, by_tournament, judge_record
 from unstale.rollout import evaluation
@@ -56,6 +57,12 @@ class AttemptOptions:
     """Make a second attempt with a plan that the policy writes from the first."""
     summaries: bool = False
     """Compare summaries that the policy writes, instead of the last replies."""
+    search: int = 0
+    """Number of stages of a search, each with `attempts` candidates; 0 makes none."""
+    beam: int = 2
+    """Number of candidates that the search keeps after each stage."""
+    stage_turns: int = 1
+    """Number of replies of a stage. The last one has no limit."""
 
     def check(self, taskset: Taskset) -> None:
         """Raise `ConfigError` if attempts at the tasks cannot be compared in this way."""
@@ -75,10 +82,13 @@ class AttemptOptions:
             raise ConfigError(
                 f"--distil must be at most --attempts ({self.attempts}), got {self.distil}"
             )
-        if (self.distil or self.plan) and ends_freely(taskset):
+        if self.search and not self.votes:
+            raise ConfigError("--search needs --votes above 0: the policy judges the candidates")
+        names = {"--distil": self.distil, "--plan": self.plan, "--search": self.search}
+        if (used := [name for name, is_used in names.items() if is_used]) and ends_freely(taskset):
             raise ConfigError(
-                f"{'--distil' if self.distil else '--plan'} cannot be used with {taskset.name}, an "
-                "external agent, which writes its prompts itself"
+                f"{used[0]} cannot be used with {taskset.name}, an external agent, which leads its "
+                "conversations itself"
             )
 
 
@@ -163,6 +173,9 @@ class _Procedure:
             plans = await self._plans()
             chosen[PLANNED], tokens["planned"] = await self._again(plans)
             tokens["planned"] += self._writer.tokens - before
+        if options.search:
+            name = f"search with {options.search} stages"
+            chosen[name], tokens["search"] = await self._search()
         asked = [
             vote for each in choices.values() for one in each.comparisons for vote in one.votes
         ]
@@ -230,26 +243,32 @@ class _Procedure:
 
     async def _choose_one(self, task: Task) -> Choice | None:
         options = self._options
-        random = Random(derive_seed(self._seed, "choice", task.key))
         episodes = self._episodes(task)
         numbers = sorted(episodes)
         if not numbers:
             return None
         if not options.votes:
+            random = Random(derive_seed(self._seed, "choice", task.key))
             read = AnswerReader(self._held_out.taskset, self._rollout.generator.chat)
             choice = by_majority([read(episodes[number]) for number in numbers], random)
             return Choice(tuple(numbers[place] for place in choice.ranking))
         texts = {number: await self._text(task, number) for number in numbers}
+        return await self._tournament(task, texts)
+
+    async def _tournament(self, task: Task, texts: Mapping[int, str], *place: int) -> Choice:
+        """Return the choice of the policy among texts, by number. `place` makes other seeds."""
+        options = self._options
 
         async def ask(attempts: Sequence[int], vote: int) -> int | None:
             letters = dict(zip(ascii_uppercase, attempts, strict=False))
-            seed = derive_seed(self._seed, "vote", task.key, *sorted(attempts), vote)
+            seed = derive_seed(self._seed, "vote", *place, task.key, *sorted(attempts), vote)
             shown = {letter: texts[number] for letter, number in letters.items()}
             verdict = await self._writer.write(COMPARE, seed, task=self._words(task), **shown)
             return letters.get(read_letter(verdict))
 
+        random = Random(derive_seed(self._seed, "choice", *place, task.key))
         return await by_tournament(
-            numbers, ask, votes=options.votes, group=options.group, random=random
+            list(texts), ask, votes=options.votes, group=options.group, random=random
         )
 
     async def _text(self, task: Task, number: int) -> str:
@@ -275,6 +294,37 @@ class _Procedure:
             lines = [f"{number}. {reply[-most:]}" for number, reply in enumerate(replies, 1)]
             notes[task.key] = "\n".join([CONCLUSIONS, *lines]) if lines else ""
         return notes
+
+    async def _search(self) -> tuple[list[bool | None], int]:
+        """Return the success of a search at each task, and its number of tokens with votes."""
+        options, before = self._options, self._writer.tokens
+        places = asyncio.Semaphore(max(1, evaluation.MAX_CONCURRENT // options.attempts))
+        sampled = 0
+
+        async def one(task: Task) -> bool | None:
+            nonlocal sampled
+            turns, seed = options.stage_turns, derive_seed(self._seed, "search")
+            made = Stages(self._rollout, task, seed, stages=options.search, turns=turns)
+
+            async def rank(candidates: Sequence[Trajectory]) -> Sequence[Trajectory]:
+                texts = {number: self._whole(each) for number, each in enumerate(candidates)}
+                choice = await self._tournament(task, texts, len(candidates))
+                return [candidates[number] for number in choice.ranking]
+
+            async with places:
+                best = await beam_search(
+                    made.extend,
+                    rank,
+                    stages=options.search,
+                    width=options.attempts,
+                    beam=options.beam,
+                )
+            sampled += made.tokens
+            return best.success if best else None
+
+        async with asyncio.TaskGroup() as running:
+            asked = [running.create_task(one(task)) for task in self._tasks]
+        return [each.result() for each in asked], sampled + self._writer.tokens - before
 
     async def _plans(self) -> dict[str, str]:
         """Return the note with a plan from the first attempt, by task. Empty without a plan."""

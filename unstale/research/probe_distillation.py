@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from unstale.builders import build_rollout, build_sampler, ends_freely, load_policy
+from unstale.builders.sampling import build_chat
 from unstale.cli.evaluate import run_until_complete, running_generator
 from unstale.cli.process import limit_threads
 from unstale.cli.trained import policy_folder
@@ -26,6 +27,8 @@ from unstale.config import ConfigError, RunConfig
 from unstale.durability.console import Console
 from unstale.durability.journal import Journal, JournalReader
 from unstale.envs import Taskset
+from unstale.envs.registry import build_taskset
+from unstale.model.policy import Policy
 from unstale.observe.live import LiveDisplay
 from unstale.records import EpisodeRecord, Failure, Piece, Sampled, Task, Trajectory
 from unstale.research.alignment import (
@@ -36,7 +39,9 @@ from unstale.research.alignment import (
 )
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
+from unstale.rollout.lessons import Lessons
 from unstale.rollout.seeds import derive_seed
+from unstale.techniques.distil import SELF, DistilConfig
 
 CLASSES = {True: "correct", False: "incorrect"}
 """The names of the two classes of saved episodes, by success."""
@@ -56,6 +61,8 @@ class ProbeOptions:
     """The model folder of the student, the policy to be trained. Empty means the policy of the
     run.
     """
+    contexts: tuple[str, ...] = ("",)
+    """Texts that only the teacher reads, as `distil.context`, each compared with the others."""
 
     def __post_init__(self) -> None:
         if self.prefixes < 2 or self.rollouts < 2 or self.rollouts % 2 or self.top < 1:
@@ -132,6 +139,8 @@ class Alignment:
     """Number of rollouts whose environment failed. They are left out of the figures."""
     sampled_tokens: int
     seconds: float
+    context: str = ""
+    """The text that only the teacher reads."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -161,12 +170,15 @@ def probe_distillation(
     options: ProbeOptions,
     *,
     console: Console | None = None,
-) -> Alignment:
+) -> list[Alignment]:
     """Measure whether distillation from a teacher would raise a student's success.
+
+    The result has an element for each of `options.contexts`. All are compared at the same prefixes,
+    with the same tokens and episodes. So a policy as its own teacher shows which context to use.
 
     Prefixes are the beginnings of finished episodes in the journal of `run`, half of them successes
     if there are enough. At each prefix, the `top` most probable next tokens of the teacher and of
-    the student are tried, with `rollouts` episodes of the student for each token. The result
+    the student are tried, with `rollouts` episodes of the student for each token. An element
     compares the token changes that raise success with those that distillation would make. Raises
     `ConfigError` before any episode if a model cannot score sequences of `engine.max_context`
     tokens, if the tokenizers of the two differ, if an external agent calls the policy, if
@@ -192,7 +204,10 @@ def probe_distillation(
     teaching = load_policy(config.with_policy(teacher), trained=False)
     teaching.check_length(config.engine.max_context)
     temperature = config.engine.temperature
-    taught = [teaching.next_logps(each.tokens, temperature=temperature) for each in prefixes]
+    texts = _with_contexts(config, teaching, prefixes, options.contexts)
+    taught = [
+        [teaching.next_logps(tokens, temperature=temperature) for tokens in each] for each in texts
+    ]
     vocabulary = teaching.tokenizer.get_vocab()
     del teaching
     policy, taskset, generator = build_sampler(config)
@@ -211,12 +226,13 @@ def probe_distillation(
     candidates = [
         choose_candidates(
             policy.next_logps(prefix.tokens, temperature=temperature)[:size],
-            of_teacher[:size],
+            [each[:size] for each in of_teachers],
             options.top,
         )
-        for prefix, of_teacher in zip(prefixes, taught, strict=True)
+        for prefix, of_teachers in zip(prefixes, taught, strict=True)
     ]
-    total = options.rollouts * sum(len(each.tokens) for each in candidates)
+    tried = [each[0] for each in candidates]
+    total = options.rollouts * sum(len(each.tokens) for each in tried)
     console.print(f"{len(prefixes)} prefixes, {total} episodes to play from there", highlight=False)
 
     async def play_all() -> list[list[list[Trajectory | Failure]]]:
@@ -224,17 +240,48 @@ def probe_distillation(
             rollout = _rollout(config, taskset, running)
             with LiveDisplay(config, console=console) as display:
                 async with rollout.resources:
-                    return await _play(rollout, prefixes, candidates, options, config, display)
+                    return await _play(rollout, prefixes, tried, options, config, display)
 
     played = run_until_complete(play_all())
-    found = _figures(prefixes, candidates, played, seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
+    results = [
+        replace(_figures(prefixes, view, played, seconds=seconds), context=context)
+        for context, view in zip(options.contexts, zip(*candidates, strict=True), strict=True)
+    ]
+    found = results[0]
     if found.failed > WARNED_SHARE * found.episodes:
         console.print(
             f"[yellow]warning:[/] {found.failed / found.episodes:.0%} of the rollouts failed. The "
             "figures leave them out, so they may be wrong if failures depend on the tokens",
             highlight=False,
         )
-    return found
+    return results
+
+
+def _with_contexts(
+    config: RunConfig, teacher: Policy, prefixes: Sequence[Prefix], contexts: Sequence[str]
+) -> list[list[tuple[int, ...]]]:
+    """Return the tokens of each prefix with each context in its prompt."""
+    if not any(contexts):
+        return [[each.tokens] * len(contexts) for each in prefixes]
+    taskset = build_taskset(config.task)
+    chat = build_chat(config, teacher.tokenizer, teacher.ends, taskset)
+    lessons = [
+        Lessons(DistilConfig(teacher=SELF, context=text), taskset, chat) if text else None
+        for text in contexts
+    ]
+    return [[_placed(each, prefix) for each in lessons] for prefix in prefixes]
+
+
+def _placed(lessons: Lessons | None, prefix: Prefix) -> tuple[int, ...]:
+    """Return the tokens of a prefix, with the text of its lesson in the prompt."""
+    if lessons is None:
+        return prefix.tokens
+    first = next(
+        (place for place, each in enumerate(prefix.pieces) if isinstance(each, Sampled)), None
+    )
+    prompt = [token for piece in prefix.pieces[:first] for token in piece.tokens]
+    return (*lessons.with_text(prefix.task, prompt), *prefix.tokens[len(prompt) :])
 
 
 def choose_prefixes(journal: JournalReader, number: int, random: Random) -> list[Prefix]:
@@ -285,19 +332,26 @@ def _cut(item: Trajectory, seed: int, random: Random) -> Prefix:
     return Prefix(item.task, env_seed, item.episode, tuple(pieces), item.success)
 
 
-def choose_candidates(student_logp: Tensor, teacher_logp: Tensor, top: int) -> Candidates:
-    """Return the most probable tokens of both policies. The arguments are log-probabilities `[V]`.
+def choose_candidates(
+    student_logp: Tensor, teacher_logps: Sequence[Tensor], top: int
+) -> list[Candidates]:
+    """Return the most probable tokens of the policies: the same tokens for each of the teachers.
 
-    Tokens that are impossible for one of the policies are left out.
+    The arguments are log-probabilities `[V]`. Tokens that are impossible for one of the policies
+    are left out.
     """
-    possible = (student_logp.isfinite() & teacher_logp.isfinite()).nonzero().squeeze(1)
+    every = torch.stack([student_logp, *teacher_logps])
+    possible = every.isfinite().all(0).nonzero().squeeze(1)
     found: dict[int, None] = {}
-    for logp in (student_logp[possible], teacher_logp[possible]):
+    for logp in every[:, possible]:
         best = logp.topk(min(top, len(logp))).indices
         found |= dict.fromkeys(possible[best].tolist())
     tokens = tuple(found)
     index = torch.tensor(tokens, dtype=torch.long)
-    return Candidates(tokens, student_logp[index].double(), teacher_logp[index].double())
+    return [
+        Candidates(tokens, student_logp[index].double(), each[index].double())
+        for each in teacher_logps
+    ]
 
 
 def _rollout(config: RunConfig, taskset: Taskset, generator: Generator) -> Rollout:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from unstale.durability.best_policy import BestPolicy
     from unstale.engines import Stopwatch
     from unstale.records import Failure, Fork, Group, GroupRequest, Trajectory
+    from unstale.rollout.rounds import Rounds
     from unstale.rollout.transcript import OpenWriter
 
 
@@ -66,13 +67,20 @@ class GroupRollout(Protocol):
         ...
 
     async def group(
-        self, request: GroupRequest, *, size: int, open_writer: OpenWriter, more: More = no_more
+        self,
+        request: GroupRequest,
+        *,
+        size: int,
+        open_writer: OpenWriter,
+        more: More = no_more,
+        rounds: Rounds | None = None,
     ) -> Group:
         """Run `size` episodes of one task and return them as a group.
 
         Episodes that were started before a resume count as part of the `size`. When all have ended,
         `more` is called with their results: it returns an element for each further episode to run,
-        until it returns none. `open_writer` opens the journal's record of an episode.
+        until it returns none. `rounds` fork and prune episodes while they run. `open_writer` opens
+        the journal's record of an episode.
         """
         ...
 

@@ -72,6 +72,7 @@ from unstale.records import (
 from unstale.rollout import More, no_more
 from unstale.rollout.failures import FailureLimit, TooManyFailures
 from unstale.rollout.generator import Generator
+from unstale.rollout.rounds import NO_FORK, Pruned, Rounds, Start
 from unstale.rollout.seeds import derive_seed
 from unstale.rollout.segments import BudgetUse, EpisodeSlot, EpisodeSlots
 from unstale.rollout.timeouts import Attempt, PersistentTimeout
@@ -88,13 +89,6 @@ OnRestart = Callable[[int, Failure], None]
 """A function `(episode, failure)`, called when a resumed episode starts again from its beginning,
 because its environment did not repeat the recorded text.
 """
-Start = tuple[Fork | None, Sequence[Piece]]
-"""The start of an episode: the place at which it was forked from another one, and the tokens before
-that place. None and no tokens for an episode that starts anew.
-"""
-NO_FORK: Start = (None, ())
-"""The `Start` of an episode that is not forked from another one."""
-
 OnBlocked = Callable[[str, float], None]
 """A function `(name, seconds)`, called when the user's code `name` has blocked the event loop for
 this many seconds, and again each time this duration doubles.
@@ -245,6 +239,7 @@ class Rollout:
         size: int,
         open_writer: OpenWriter = NullWriter,
         more: More = no_more,
+        rounds: Rounds | None = None,
     ) -> Group:
         """Run `size` episodes of one task concurrently, and return them as a group.
 
@@ -252,6 +247,9 @@ class Rollout:
         records than `size`, all of them continue. When all episodes have ended, `more` returns an
         element for each further episode to run, until it returns none: the place at which the
         episode is forked from an earlier one, or None for one that starts anew.
+
+        `rounds` fork and prune the episodes while they run. Then `more` is not called, and an
+        episode that has passed a place of decision is not repeated if its environment fails.
 
         All episodes use the same environment seed and different sampling noise. `open_writer` is
         called with the number of the group and the index of the episode in the group, and opens the
@@ -265,6 +263,9 @@ class Rollout:
         forks += [None] * (size - len(forks))
         number = self._failures.begin()
         try:
+            if rounds:
+                results = await self._in_rounds(request, size, open_writer, rounds)
+                forks = [None] * len(results)
             while len(results) < len(forks):
                 starts = _starts(request, results, forks)
                 indices = range(len(results), len(forks))
@@ -278,6 +279,16 @@ class Rollout:
         finally:
             self._failures.end(number)
         return _group(request, results)
+
+    async def _in_rounds(
+        self, request: GroupRequest, size: int, open_writer: OpenWriter, rounds: Rounds
+    ) -> list[Trajectory | Failure]:
+        records = dict(enumerate(request.past))
+
+        async def episode(index: int, start: Start) -> Trajectory | Failure:
+            return await self._tried(request, index, records.get(index), open_writer, start)
+
+        return await rounds.run(episode, request.sizes[0] if request.sizes else size)
 
     async def run_episodes(
         self,
@@ -403,14 +414,18 @@ class Rollout:
         count as a failure, unless the text before the fork differs. `start` is the place of the
         fork and the tokens before it. `limit` is a technique's limit of the episode's turns. Each
         attempt may use the whole `budget`. Between two segments, the episode lets other episodes
-        run (`slot`).
+        run (`slot`). After a place of decision, an episode is not repeated.
         """
+        fork, prefix, looks = start
         failures = record.failures if record else 0
         if record and record.outcome:
+            if looks:
+                await looks.repeat(record)
+            if looks and looks.visited:
+                return record.outcome
             if isinstance(record.outcome, Trajectory) or failures > self.config.retries:
                 return record.outcome
             record = None
-        fork, prefix = start
         num_given = sum(len(piece.tokens) for piece in prefix)
         while True:
             number = record.episode if record else self.next_episode()
@@ -423,6 +438,7 @@ class Rollout:
                 fork=fork,
                 prefix=prefix,
                 role=next(iter(self.roles), ""),
+                looks=looks,
             )
             record = None
             try:
@@ -446,7 +462,8 @@ class Rollout:
                 for each in (transcript, *transcript.branches):
                     self.on_end(each.episode)
                 return trajectory
-            if transcript.replaying and len(transcript.tokens) >= num_given:
+            decided = looks is not None and looks.visited > 0
+            if not decided and transcript.replaying and len(transcript.tokens) >= num_given:
                 transcript.writer.write_restart(
                     f"{failure.stage}: {failure.error}",
                     turns=failure.turns,
@@ -460,7 +477,7 @@ class Rollout:
             for branch, lost in of_branches:
                 self.on_failure(branch, lost, False)
             failures += 1
-            final = failures > self.config.retries
+            final = decided or failures > self.config.retries
             self.on_failure(number, failure, final)
             _require_few_hung(failure)
             if final:
@@ -529,7 +546,7 @@ class Rollout:
             seed=transcript.seed,
             episode=transcript.episode,
             turn_rewards=tuple(own_rewards) if any(own_rewards) else (),
-            facts={**turn.facts, **budget_use.facts(), **cut},
+            facts={**turn.facts, **budget_use.facts(), **cut, **transcript.weight()},
             fork=transcript.fork,
         )
 
@@ -610,6 +627,7 @@ class Rollout:
         env = caller.env
         ended = True
         allowed = AllowedTurns(limit, most=self.config.max_turns, transcript=transcript, chat=chat)
+        await transcript.look(going=False)  # at places before a restored snapshot
         while not turn.done:
             if len(turn_rewards) == allowed.number(turn_rewards):
                 return turn, "max_turns"
@@ -617,7 +635,10 @@ class Rollout:
                 return turn, "max_tokens"
             if stop := budget_use.stop(len(transcript.tokens)):
                 return turn, stop
-            reply, ended = await self._generate(transcript, budget_use)
+            try:
+                reply, ended = await self._generate(transcript, budget_use)
+            except Pruned:
+                return replace(turn, rewards={}), "pruned"
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
                 if HasSimulatedDelays in caller.kinds:
                     await caller.hook("replaying", setattr, env, "replaying", transcript.replaying)
@@ -674,7 +695,9 @@ class Rollout:
         waited_s = budget_use.slot_wait_s
         reply = self.generator.generate(transcript, budget_use=budget_use)
         try:
-            return await self.wait_times.on("generation_wait", reply)
+            found = await self.wait_times.on("generation_wait", reply)
+            await transcript.look(going=False)
+            return found
         finally:
             self.wait_times.add("generation_wait", waited_s - budget_use.slot_wait_s)
 
@@ -866,7 +889,7 @@ def _starts(
             continue
         if fork.parent not in parents:
             raise ValueError(f"episode {fork.parent} is not finished: it cannot be forked")
-        starts[index] = (fork, fork.prefix_of(parents[fork.parent].pieces))
+        starts[index] = Start(fork, fork.prefix_of(parents[fork.parent].pieces))
     return starts
 
 

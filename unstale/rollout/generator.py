@@ -24,6 +24,8 @@ class Generator:
     """True if the version of the weights that sampled an episode's first token must also sample all
     its later tokens.
     """
+    signals: bool = False
+    """True if replies must have signals: figures of each token's distribution."""
 
     @property
     def sampling_temperature(self) -> float:
@@ -51,7 +53,8 @@ class Generator:
         `since` is the index in `transcript.pieces` where the reply begins, if an interrupted call
         already sampled a part of it. `budget_use` counts the tokens of the episode's segments: at
         the end of a segment the reply pauses until the episode may continue. Raises `NotReplayed`
-        if a resumed episode differs from its record.
+        if a resumed episode differs from its record, and `Pruned` if the decision at a place is to
+        end the episode.
         """
         before = transcript.pieces[since:] if since is not None else ()
         budget_use = budget_use or BudgetUse()
@@ -65,14 +68,20 @@ class Generator:
             budget_use.count(len(piece.tokens))
         stop_tokens = self.chat.stop_tokens
         while True:
-            if tokens:
-                stopped = tokens[-1] in stop_tokens
-                if stopped or len(tokens) >= budget or options.is_over(tokens):
-                    return tokens, stopped
+            stopped = bool(tokens) and tokens[-1] in stop_tokens
+            is_over = tokens and (stopped or len(tokens) >= budget or options.is_over(tokens))
+            if is_over:
+                return tokens, stopped
+            await transcript.look(going=True)
             transcript.require_replayed()
             remaining = budget - len(tokens)
             params = SamplingParams(
-                max_tokens=min(remaining, options.chunk, await budget_use.tokens_left()),
+                max_tokens=min(
+                    remaining,
+                    options.chunk,
+                    transcript.until_look(len(tokens)),
+                    await budget_use.tokens_left(),
+                ),
                 stop_tokens=stop_tokens,
                 temperature=self.sampling_temperature,
                 seed=transcript.seed,
@@ -83,6 +92,7 @@ class Generator:
                 sampled=len(tokens),
                 version=transcript.first_version if self.pins else -1,
                 remaining=remaining,
+                signals=self.signals,
             )
             reply = await self.engine.sample(transcript.tokens, params)
             if reply.piece.tokens:

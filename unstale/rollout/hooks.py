@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from unstale.rollout.rounds import Rounds
 from unstale.rollout.seeds import derive_seed
+from unstale.techniques.hooks import Brancher, Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +58,10 @@ class RunHooks:
     """True if the forward passes for hidden states use the experts that were recorded during
     sampling.
     """
+    group_size: int = 1
+    """Largest number of episodes of a group whose episodes are forked while they run."""
+    record_round: Callable[[int, Mapping[str, Any]], None] = lambda group, decisions: None
+    """A function that writes a round of decisions about the episodes of a group to the journal."""
     give_lessons: Callable[[Batch, Sequence[Group]], Batch] | None = None
     """A function that adds each sequence's lesson to a batch: its teacher, and text that only the
     teacher reads. None if the run has no such teacher.
@@ -72,12 +78,22 @@ class RunHooks:
     async def more(
         self, request: GroupRequest, results: Sequence[Trajectory | Failure]
     ) -> Sequence[Fork | None]:
-        if strategy := self.techniques.strategy:
-            return await self._next_round(strategy, results, request.sizes[0])
+        strategy = self.techniques.strategy
+        if isinstance(strategy, Strategy):
+            if starts := await self._next_round(strategy, results, request.sizes[0]):
+                return starts
+        elif strategy is not None:
+            return ()
         count = self.selection.more(request, results)
         if count:
             self.resize(request.number, len(results) + count)
         return [None] * count
+
+    def rounds(self, request: GroupRequest) -> Rounds | None:
+        strategy = self.techniques.strategy
+        if not isinstance(strategy, Brancher):
+            return None
+        return Rounds(strategy, request, self.group_size, self.record_round)
 
     async def _next_round(
         self, strategy: Strategy, results: Sequence[Trajectory | Failure], roots: int

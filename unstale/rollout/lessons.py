@@ -66,6 +66,19 @@ class Lessons:
         data = data_of(self._taskset, task)
         return Lesson(self._teacher(task, data), tokens=self._encoded(task, data))
 
+    def with_text(self, task: Task, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return an episode's tokens with the text of its task's lesson in the prompt.
+
+        The text is at the end of the last message before the first reply. Raises `ConfigError` if
+        the prompt has no end token.
+        """
+        place = self._last_end(tokens)
+        return (
+            *tokens[:place],
+            *self._encoded(task, data_of(self._taskset, task)),
+            *tokens[place:],
+        )
+
     def _teacher(self, task: Task, data: Mapping[str, Any]) -> int:
         """Return the index, in `distil.teacher`, of the teacher of a task."""
         if len(self._names) == 1:
@@ -95,6 +108,10 @@ class Lessons:
         start, end = batch.spans()[sequence]
         sampled = batch.sampled[start:end].nonzero()
         prompt = batch.tokens[start : start + int(sampled[0])].tolist() if len(sampled) else []
+        return self._last_end(prompt)
+
+    def _last_end(self, prompt: Sequence[int]) -> int:
+        """Return the place of the last end token. Raises `ConfigError` if there is none."""
         ends = [place for place, token in enumerate(prompt) if token in self._chat.stop_tokens]
         if not ends:
             raise ConfigError(

@@ -8,6 +8,7 @@ from unstale.records import (
     CUT_OFF,
     CUT_REPLIES,
     ENDED_BY_ENVIRONMENT,
+    SURVIVAL,
     Group,
     ScoredTrajectory,
     Trajectory,
@@ -18,12 +19,13 @@ PERCENTILES = (50, 90, 99)
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of a batch's groups. Failed episodes are only counted.
+    """Return the metrics of a batch's groups. Failed and pruned episodes are only counted.
 
     A metric without a value in any episode is NaN.
     """
-    finished = [trajectory for group in groups for trajectory in group.trajectories]
-    uniform = [len({each.reward for each in group.trajectories}) <= 1 for group in groups]
+    everything = [trajectory for group in groups for trajectory in group.trajectories]
+    finished = [each for each in everything if each.stop != "pruned"]
+    uniform = [group.has_one_reward for group in groups]
     rewards = [trajectory.reward for trajectory in finished]
     stops = [trajectory.stop for trajectory in finished]
     metrics = {
@@ -44,7 +46,9 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "completion/cut_reply_share": _cut_reply_share(finished),
         "completion/invalid_format_share": _mean(stop == "invalid_format" for stop in stops),
     }
-    lengths = sorted(trajectory.num_sampled_in_all for trajectory in finished)
+    if len(finished) < len(everything):
+        metrics["rollout/pruned_share"] = 1 - len(finished) / len(everything)
+    lengths = sorted(trajectory.num_sampled_in_all for trajectory in everything)
     metrics["rollout/sampled_tokens"] = sum(lengths)
     metrics["completion/tokens_mean"] = _mean(lengths)
     metrics["completion/tokens_max"] = lengths[-1] if lengths else math.nan
@@ -99,6 +103,7 @@ def _facts(finished: Sequence[Trajectory]) -> dict[str, float]:
     names = {name for trajectory in finished for name in trajectory.facts} - {
         "success",
         CUT_REPLIES,
+        SURVIVAL,
     }
     means = {}
     for name in sorted(names):

@@ -26,9 +26,20 @@ from unstale.envs import Taskset, task_identity, task_text
 from unstale.envs.hooks import Identities, tasks_of
 from unstale.records import NO_BUDGET, Failure, Group, GroupRequest, Task, Trajectory
 from unstale.rollout.seeds import derive_seed
-from unstale.techniques.hooks import Draw, DrawContext, GroupSoFar, Techniques, TextReader
+from unstale.techniques.hooks import (
+    Draw,
+    DrawContext,
+    GroupSoFar,
+    StatesQuery,
+    TaskNamer,
+    Techniques,
+    TextReader,
+    VectorReader,
+)
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from unstale.durability.resume import ResumeState
 
 MAX_SKIPPED = 100_000
@@ -144,7 +155,7 @@ class Selection:
     set.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - two of them are not the selection's own
         self,
         config: RunConfig,
         taskset: Taskset,
@@ -152,11 +163,12 @@ class Selection:
         techniques: Techniques,
         *,
         skipped: Collection[str],
+        encode: Callable[[Sequence[str], StatesQuery], Tensor] | None = None,
     ) -> None:
         """Create the selection of a run. `start` is the state from which the run continues.
 
         `skipped` are the identities of the tasks that are not tried again. Callers may add to this
-        set.
+        set. `encode` returns vectors of texts from hidden states of the policy.
         """
         self._config = config
         self._taskset = taskset
@@ -164,6 +176,8 @@ class Selection:
         self._techniques = techniques
         self._skipped = skipped
         self.identify = Identities(taskset)
+        if isinstance(techniques.strategy, TaskNamer):
+            techniques.strategy.name_tasks(self.identify)
         self._pool: dict[str, tuple[int, Task]] = {}
         self._visits: Counter[str] = Counter()
         if config.selection.pool:
@@ -172,6 +186,8 @@ class Selection:
                 self._visits[self.identify(task)] += count
             if isinstance(techniques.sampler, TextReader):
                 techniques.sampler.read(read_texts(taskset, self._pool))
+            if isinstance(techniques.sampler, VectorReader) and encode:
+                techniques.sampler.read_vectors(encode)
         self._names = list(self._pool)
         self._live = {each.number: self.identify(each.task) for each in start.requests}
         """The identity of the task of each group in flight, by the number of the group."""
@@ -244,10 +260,11 @@ class Selection:
         limits each reply (0: no limit).
         """
         allocator, strategy = self._techniques.allocator, self._techniques.strategy
+        group_size = self._config.schedule.group_size
+        if allocator is not None:
+            size = allocator.first(self.identify(request.task)) or group_size
         if strategy is not None:
-            size = strategy.roots(self._config.schedule.group_size)
-        elif allocator is not None:
-            size = allocator.first(self.identify(request.task)) or self._config.schedule.group_size
+            size = strategy.roots(size or group_size)
         limiter = self._techniques.limiter
         task = self.identify(request.task)
         limit = limiter.turn_limit(request.number, task) if limiter else None
@@ -263,7 +280,8 @@ class Selection:
     def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
         """Return the number of further episodes to run in a group whose episodes have all ended."""
         allocator = self._techniques.allocator
-        rewards = tuple(each.reward for each in results if isinstance(each, Trajectory))
+        ended = (each for each in results if isinstance(each, Trajectory))
+        rewards = tuple(each.reward for each in ended if each.fork is None)
         if allocator is None or not rewards:
             return 0
         first = request.sizes[0] if request.sizes else len(results)

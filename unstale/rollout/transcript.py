@@ -25,6 +25,7 @@ from unstale.records import (
     is_reply,
     link_experts,
 )
+from unstale.rollout.rounds import UNLIMITED, Looks
 from unstale.rollout.seeds import derive_seed
 
 
@@ -86,6 +87,7 @@ class Transcript:
         "branches",
         "episode",
         "fork",
+        "looks",
         "pieces",
         "role",
         "seed",
@@ -105,9 +107,12 @@ class Transcript:
         fork: Fork | None = None,
         prefix: Sequence[Piece] = (),
         role: str = "",
+        looks: Looks | None = None,
     ) -> None:
         self.episode = episode
         self.fork = fork
+        self.looks = looks
+        """The places at which the episode waits for a decision. None if it has none."""
         self.role = role
         """The role that the policy has in this conversation. Empty if it has none."""
         self.seed = seed
@@ -245,6 +250,22 @@ class Transcript:
         """Raise `NotReplayed` if the attempt has not repeated its whole record."""
         if self._recorded:
             raise NotReplayed(f"{len(self._recorded)} recorded pieces were not requested")
+
+    async def look(self, *, going: bool) -> None:
+        """Wait for the decision at each place that the episode has reached. Raises `Pruned`.
+
+        `going` is True if the last reply continues.
+        """
+        if self.looks:
+            await self.looks.visit(self.episode, self.pieces, going=going)
+
+    def until_look(self, length: int) -> int:
+        """Return how many tokens a reply of `length` tokens may have until the next decision."""
+        return self.looks.left(length) if self.looks else UNLIMITED
+
+    def weight(self) -> dict[str, float]:
+        """Return the episode's weight as a fact, if it survived a draw."""
+        return self.looks.facts() if self.looks else {}
 
     def append(self, piece: Piece) -> None:
         """Write new tokens to the journal, then add them to the transcript."""

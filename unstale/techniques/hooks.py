@@ -8,6 +8,7 @@ technique, and can be imported without torch. A technique is an object with the 
     strategy     roots(group_size) -> int           chooses the number of episodes that begin a
                                                     group
                  forks(rounds, texts) -> forks      and how further ones begin, in rounds
+                 decide(leaves, left, random)       forks and prunes episodes while they run
     limiter      turn_limit(number, task)           limits the turns of a group's episodes
                  episode_budget()                   limits their tokens, tool calls and segments
     reward       reward(groups, context)            changes the rewards of a batch's episodes
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from unstale.algorithms.objectives import Surrogate
     from unstale.config import ObjectiveConfig, RunConfig
     from unstale.envs import Message
-    from unstale.records import Batch, Failure, Fork, Trajectory
+    from unstale.records import Batch, Failure, Fork, Piece, Trajectory
     from unstale.techniques.distil import DistilConfig
 
 GradientPart = Literal["full", "head"]
@@ -291,6 +292,17 @@ class TextReader(Protocol):
 
 
 @runtime_checkable
+class VectorReader(Protocol):
+    """A technique that may use vectors of texts, from hidden states of the policy."""
+
+    def read_vectors(self, encode: Callable[[Sequence[str], StatesQuery], Tensor]) -> None:
+        """Receive a function that returns a vector for each text, `[n, H]` float32, after the
+        texts. It is slow.
+        """
+        ...
+
+
+@runtime_checkable
 class Forecaster(Protocol):
     """A sampler that forecasts success rates of tasks from their texts."""
 
@@ -338,6 +350,71 @@ class Allocator(Protocol):
         """Return the number of episodes to add to a group whose episodes have all ended.
 
         0 ends the group. Otherwise the method is called again when the added episodes have ended.
+        """
+        ...
+
+
+DROPPED = -1.0
+"""Factor of the weight of an episode that was pruned without a chance to survive."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookPlan:
+    """Places in every reply at which a strategy decides how episodes continue."""
+
+    first: int
+    """Number of tokens of a reply before its first place, at least 1."""
+    every: int = 0
+    """Number of tokens between two places of a reply, whose end is one, too. 0 for one place, which
+    is the end of a shorter reply.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An episode that waits at a place of decision, or has ended."""
+
+    index: int
+    """The number of the episode in its group, in the order of their start."""
+    episode: int
+    pieces: tuple[Piece, ...]
+    """The episode up to the place, with the pieces of its parents as these sampled them."""
+    fork: Fork | None = None
+    weight: float = 1.0
+    """Weight of an episode that waits: 1 / probability of its survival so far. 0 if it was
+    pruned.
+    """
+    going: bool = False
+    """True if the episode waits within a reply, False at the end of one."""
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """A strategy's decisions about the episodes of a group."""
+
+    survival: Mapping[int, float] = field(default_factory=dict)
+    """Probability with which an episode survives, by its index in the group. 1 for others."""
+    forks: Sequence[Fork] = ()
+    """Forks of episodes. They begin even if the episode is pruned in the same round."""
+    fresh: int = 0
+    """Number of episodes to start anew."""
+
+
+@runtime_checkable
+class Brancher(Protocol):
+    """A strategy that forks and prunes episodes while they run."""
+
+    look_plan: LookPlan
+
+    def roots(self, group_size: int) -> int: ...
+
+    def decide(self, leaves: Sequence[Leaf], left: int, random: Random) -> Decisions:
+        """Decide how the episodes of a group continue. All have ended or wait at a place.
+
+        At most `left` episodes may be started. `leaves` are in the order of their start. Called
+        on the event loop, again when each has reached its next place, and when all have ended,
+        until it starts none.
         """
         ...
 
@@ -395,7 +472,7 @@ class Strategy(Protocol):
     def roots(self, group_size: int) -> int:
         """Return the number of episodes with which a group begins, at least 1.
 
-        `group_size` is `schedule.group_size`.
+        `group_size` is `schedule.group_size`, or what an allocator chose.
         """
         ...
 
@@ -408,6 +485,15 @@ class Strategy(Protocol):
         began the group. All have ended. No element ends the group. The result must depend only on
         the arguments and the state. In a resumed group the method is called for each round again.
         """
+        ...
+
+
+@runtime_checkable
+class TaskNamer(Protocol):
+    """A strategy that finds texts by the identity of a task."""
+
+    def name_tasks(self, identify: Callable[[Task], str]) -> None:
+        """Receive a function that returns the identity of a task, before the first group."""
         ...
 
 
@@ -585,7 +671,7 @@ class Outcome:
     from which the step started.
     """
     rewards: tuple[float, ...]
-    """The rewards of the finished episodes. Episodes forked from others are left out."""
+    """The rewards of the finished episodes. Forked and pruned episodes are left out."""
     failures: int
     tokens: int
     """Number of sampled tokens of the group's finished episodes, with those of branches."""
@@ -669,7 +755,8 @@ class Techniques:
         self.states_readers = [each for each in values if isinstance(each, StatesReader)]
         self.recredits = [each for each in values if isinstance(each, Recredit)]
         self.sampler = next((each for each in values if isinstance(each, TaskSampler)), None)
-        self.strategy = next((each for each in values if isinstance(each, Strategy)), None)
+        strategies = Strategy | Brancher
+        self.strategy = next((each for each in values if isinstance(each, strategies)), None)
         self.allocator = next((each for each in values if isinstance(each, Allocator)), None)
         self.shapers = [each for each in values if isinstance(each, Shaper)]
         self.ratio = next((each for each in values if isinstance(each, Ratio)), None)
@@ -880,7 +967,7 @@ def _outcome(
     trajectories = group.finished
     conversations = [one for each in trajectories for one in each.conversations]
     # A forked episode depends on its parent, and ran only part of its turns.
-    roots = [each for each in trajectories if each.fork is None]
+    roots = [each for each in trajectories if each.fork is None and each.stop != "pruned"]
     versions = [version for one in conversations for version in one.versions]
     age = int(lag(torch.tensor(max(versions)))) if versions else 0
     return Outcome(

@@ -51,7 +51,7 @@ from unstale.testing.architectures import ARCHITECTURES, save_architecture
 from unstale.trainer import train_on
 
 NAMES = (*ARCHITECTURES, *pictures.NAMES)
-"""Every architecture of docs/models.md."""
+"""The architectures that can be named, with vision-language models."""
 PRECISIONS = tuple(name for name in DTYPES if name in ENGINE_DTYPES)
 """The precisions that both the engine and the trainer have."""
 STEPS = {"float32": 3, "bfloat16": 3, "float16": 12}

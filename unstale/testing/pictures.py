@@ -51,12 +51,7 @@ TOWERS: Mapping[str, Mapping[str, Any]] = {
     "idefics3": _SIGLIP,
 }
 """The sizes of the vision tower of each type of small model."""
-NAMES: Mapping[str, str] = {
-    "Qwen2.5-VL": "qwen2_5_vl",
-    "Qwen3-VL": "qwen3_vl",
-    "SmolVLM": "smolvlm",
-    "Idefics3": "idefics3",
-}
+NAMES: Mapping[str, str] = {"Qwen3-VL": "qwen3_vl", "SmolVLM": "smolvlm"}
 """The types of the vision-language models that docs/models.md names."""
 _TEMPLATE = """{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
 {%- if message['content'] is string %}{{ message['content'] }}
@@ -160,8 +155,8 @@ def draw_digit(digit: int, random: Random) -> bytes:
     """Return a PNG of a digit, with a place, a shade and noise of its own."""
     import PIL.Image
 
-    ink, left, top = random.randint(160, 255), random.randint(2, 4), random.randint(0, 2)
-    shades = [[random.randint(0, 40) for _ in range(SIDE)] for _ in range(SIDE)]
+    ink, left, top = random.randint(160, 255), random.randint(2, 3), random.randint(0, 1)
+    shades = [[random.randint(0, 20) for _ in range(SIDE)] for _ in range(SIDE)]
     for y, row in enumerate(_FONT[digit].split()):
         for x, point in enumerate(row):
             for place in range(4 * int(point)):
@@ -177,7 +172,7 @@ class DigitEnv:
     """
 
     def __init__(self, digit: int, random: Random) -> None:
-        self._digit = digit
+        self.digit = digit
         self._image = Image(draw_digit(digit, random), len("Which digit "))
 
     def begin(self) -> Turn:
@@ -185,7 +180,7 @@ class DigitEnv:
 
     def step(self, reply: Message) -> Turn:
         first, *_ = reply.content.split() or [""]
-        right = first == str(self._digit)
+        right = first == str(self.digit)
         rewards = {"right": float(right), "form": 0.1 * (first.isdigit() and not right)}
         return Turn((), done=True, rewards=rewards, facts={"success": float(right)})
 

@@ -473,9 +473,10 @@ def _log_ratio(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
         f"{name}_abs_p99": p99,
     }
     ages = lag.long()  # without tokens it is of another type
-    counts = ages.bincount()
-    sums = ages.bincount(weights=size)
-    for age in counts.nonzero().flatten().tolist():
-        metrics[f"{name}_abs_mean/lag_{age}"] = (sums[age] / counts[age]).item()
-        metrics[f"{name}_tokens/lag_{age}"] = float(counts[age])
+    lowest = int(ages.min()) if len(ages) else 0
+    counts = (ages - lowest).bincount()
+    sums = (ages - lowest).bincount(weights=size)
+    for i in counts.nonzero().flatten().tolist():
+        metrics[f"{name}_abs_mean/lag_{lowest + i}"] = (sums[i] / counts[i]).item()
+        metrics[f"{name}_tokens/lag_{lowest + i}"] = float(counts[i])
     return metrics

@@ -161,7 +161,7 @@ class Scoring:
         if not self._techniques.shapers or not batch.num_sequences:
             return batch, factor
         with_entropy = "entropy" in self._techniques.needs
-        scored = self._score(self._policy, batch, with_entropy=with_entropy)
+        scored = self._score(self._policy, batch, batch.trained, with_entropy=with_entropy)
         require_finite(batch, logp=scored.logp)
         if with_entropy:
             metrics.tokens.add_entropy(batch, scored.entropy, where=batch.sampled)

@@ -84,6 +84,10 @@ def add(verbs: Any) -> None:
     option("--route", f"{', '.join(route_names())}. Now: the exact one with the highest throughput")
     lora = "rank of LoRA adapters, which are trained instead of all weights. Now: all weights"
     number("--lora-rank", lora, 1, 10**4, metavar="R")
+    optimizer = "trainer.optimizer: AdamW8bit has moments of one byte"
+    option("--optimizer", optimizer, choices=("AdamW", "AdamW8bit"), default="AdamW")
+    critic = "a critic (advantage.estimator gae): on the policy's layers, or a model of its own"
+    option("--critic", critic, choices=("trunk", "own"), default="")
     option("--lr", rate, type=bounded(float, 1e-12, 1), default=1e-6)
     for name, (_, default, metavar, text) in _WORKLOAD.items():
         option(name, text, default=default, metavar=metavar)
@@ -124,6 +128,8 @@ def _request(chosen: argparse.Namespace, model: Model) -> "PlanRequest":
             shares=shares,
             lr=chosen.lr,
             lora_rank=chosen.lora_rank or 0,
+            optimizer=chosen.optimizer,
+            critic=chosen.critic,
             episodes=EpisodeStats.of(workload, group_size=chosen.group_size),
         ),
         workload=workload,

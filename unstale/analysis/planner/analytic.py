@@ -16,21 +16,13 @@ from unstale.analysis.planner.hardware import Device, Shares
 from unstale.analysis.planner.models import Model
 from unstale.analysis.planner.route_costs import RouteCost
 from unstale.analysis.planner.workload import EpisodeStats
+from unstale.config.checks import ConfigError
 from unstale.model.pass_size import token_bytes
 from unstale.weights import delta_sizes
 from unstale.weights.delta_sizes import WORD
 
-STATE_BYTES = 16
-"""Bytes of a training device per trained parameter: float32 weight 4, gradient 4, two moments 8."""
-OFFLOADED_BYTES = 12
-"""Bytes of main memory per trained parameter with `trainer.offload_optimizer`: float32 weight 4,
-two moments 8. With several devices, each also keeps its float32 shard of the weights, from which
-the bfloat16 weights of a pass are rounded.
-"""
-CHECKPOINT_BYTES = 14
-"""Bytes of main memory per trained parameter while a checkpoint is written. They hold a copy of
-float32 weight 4, two moments 8 and bfloat16 weight 2.
-"""
+MOMENT_BYTES = {"AdamW": 8, "AdamW8bit": 2}
+"""Bytes of both moments of a trained parameter, by the value of `trainer.optimizer`."""
 _GATHERED_LAYERS = 2
 """Number of layers whose whole weights each device of a sharded trainer holds: the layer that it
 computes and the next one.
@@ -39,10 +31,9 @@ _REDUCED_BYTES = 4
 """Bytes per trained parameter that a sharded trainer sums over its devices after a backward pass: a
 float32 gradient.
 """
-_STEPPED_BYTES = 30
-"""Bytes that AdamW reads and writes per parameter and step. It reads the float32 weight, the
-gradient and two moments (16), and writes the float32 weight, both moments and the bfloat16 weight
-(14).
+_STEPPED_BYTES = 14
+"""Bytes that an optimizer step reads and writes per parameter, beside twice the moments. It reads
+the float32 weight and the gradient (8), and writes the float32 and the bfloat16 weight (6).
 """
 REDUCE_S = 8e-6
 """Seconds of a small all-reduce within a node. Assumed, because NCCL over NVLink takes 5 to 10
@@ -105,6 +96,36 @@ class TrainingSetup:
     """
     lora_rank: int = 0
     """Rank of the LoRA adapters that are trained, as `trainer.lora_rank`. 0 trains all weights."""
+    optimizer: str = "AdamW"
+    """The value of `trainer.optimizer`: a key of `MOMENT_BYTES`."""
+    replicas: int = 1
+    """Number of copies of the divided model: `cluster.replicas`."""
+    expert_parallel: bool = False
+    """True if each expert is whole on a device: `cluster.expert_parallel`."""
+    critic: str = ""
+    """The value of `critic.model` for `advantage.estimator = gae`. Empty without a critic."""
+
+    def __post_init__(self) -> None:
+        if self.lora_rank and self.model.experts:
+            raise ConfigError("--lora-rank: adapters of a model with experts are not supported")
+
+    def shards(self, devices: int) -> int:
+        """Return the number of training devices that divide one copy of the model."""
+        return devices // self.replicas
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of both moments of a trained parameter."""
+        return MOMENT_BYTES[self.optimizer]
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of main memory per trained parameter with `offload`: float32 weight and moments.
+
+        Of several devices each also keeps its float32 shard of the weights, from which the bfloat16
+        weights of a pass are rounded.
+        """
+        return 4 + self.moment_bytes
 
     @property
     def trained(self) -> float:
@@ -148,28 +169,43 @@ class TrainingSetup:
         """Return the bytes of memory that the trainer needs on each of its devices.
 
         The optimizer's state, the float32 weights and the models that `route` adds are sharded over
-        the devices. The activations of a microbatch are divided by `context`.
+        the devices of a copy. LoRA adapters are whole on each of several devices, and past versions
+        of them in main memory. The activations of a microbatch are divided by `context`.
         """
-        sharded = self.sharded_bytes(route, devices)
-        activations = max(self.activation_bytes, self.scoring_bytes)
-        return sharded / devices + self.computed_bytes(devices) + activations
+        sharded = self.sharded_bytes(route, devices) / self.shards(devices)
+        whole = self.state_bytes(1) * (self.lora_rank > 0 and self.is_sharded(devices))
+        activations = max(self.activation_bytes, self.scoring_bytes) + self.critic_bytes
+        return sharded + whole + self.computed_bytes(devices) + activations
+
+    @property
+    def critic_bytes(self) -> float:
+        """Bytes of a critic with a model of its own: weights, optimizer's state, activations."""
+        if self.critic != "own":
+            return 0.0
+        return self.model.copy_bytes + self.state_bytes(1) + self.activation_bytes
 
     def sharded_bytes(self, route: RouteCost, devices: int = 1) -> float:
-        """Return the bytes that are divided among the trainer's devices, as their sum over all
-        devices.
+        """Return the bytes that are divided among the trainer's devices, as their sum over the
+        devices of one copy.
         """
+        if self.lora_rank and self.is_sharded(devices):
+            return self.model.copy_bytes
         share = self.trained / self.model.parameters
-        frozen = self.model.copy_bytes if self.lora_rank and self.is_sharded(devices) else 0.0
         of_route = share * self._padding(devices) * route.device_bytes(self.model)
-        return self.state_bytes(devices) + of_route + frozen
+        return self.state_bytes(devices) + of_route
 
     def state_bytes(self, devices: int) -> float:
-        """Return the bytes of trained weights, gradients and moments, as the sum over all training
-        devices.
+        """Return the bytes of trained weights, gradients and moments, as the sum over the devices
+        of one copy.
+
+        A parameter has a float32 weight (4 bytes), a gradient (4) and two moments. On several
+        devices a pass rounds a float32 weight to nearest. With another `rounding` there is one more
+        for the optimizer. Of these, `offload` leaves the gradient and the weight of passes.
         """
-        each = STATE_BYTES
+        sharded = self.is_sharded(devices)
+        each = 8 + self.moment_bytes + 4 * (sharded and self.rounding != "nearest")
         if self.offload:
-            each -= OFFLOADED_BYTES - 4 * self.is_sharded(devices)
+            each = 4 + 4 * sharded
         return self._padding(devices) * each * self.trained
 
     def _padding(self, devices: int) -> float:
@@ -177,19 +213,18 @@ class TrainingSetup:
 
         A sharded trainer pads the experts so that each device has the same number of them.
         """
-        if self.lora_rank or not self.is_sharded(devices):
-            return 1.0
-        return self.model.padding(devices)
+        return self.model.padding(self.shards(devices)) if self.is_sharded(devices) else 1.0
 
     def computed_bytes(self, devices: int) -> float:
         """Return the bytes of bfloat16 weights that the trainer needs on each of its devices.
 
         A single device has a copy of the model. Each of several devices has the embedding, the head
-        and two layers at a time (FSDP2, resharded after each layer).
+        and two layers at a time (FSDP2, resharded after each layer). With `expert_parallel` no
+        experts are gathered.
         """
         if not self.is_sharded(devices):
             return self.model.copy_bytes
-        return self.model.gathered_bytes(_GATHERED_LAYERS)
+        return self.model.gathered_bytes(_GATHERED_LAYERS, experts=not self.expert_parallel)
 
     def scorer_bytes(self, devices: int) -> float:
         """Return the bytes of memory of each of `devices` devices that only compute `old_logp`.
@@ -205,9 +240,10 @@ class TrainingSetup:
         """Return the bytes of main memory, per training device, that the copy for a checkpoint
         takes.
 
-        The result is 0 for a trainer on one device, which makes no copy.
+        It has the float32 weight (4), the bfloat16 weight (2) and the moments. The result is 0 for
+        a trainer on one device, which makes no copy.
         """
-        copied = CHECKPOINT_BYTES * self.trained / devices
+        copied = (6 + self.moment_bytes) * self.trained / self.shards(devices)
         return copied if self.is_sharded(devices) else 0.0
 
     def is_sharded(self, devices: int) -> bool:
@@ -228,6 +264,10 @@ class TrainingSetup:
             link = min(link, self.device.node * self.device.network)
         return link * self.shares.link
 
+    def passes(self, tokens: float, devices: int, pass_tokens: float) -> int:
+        """Return how many passes of `pass_tokens` tokens each device of a trainer runs."""
+        return math.ceil(tokens / (max(1, devices // self.context) * pass_tokens))
+
     @property
     def pass_tokens(self) -> int:
         """The number of tokens in the largest microbatch. It decides how much memory is needed.
@@ -241,23 +281,33 @@ class TrainingSetup:
         """The mean number of tokens in a microbatch. It decides how many microbatches a batch
         has.
         """
-        return max(self.microbatch, self.episodes.tokens)
+        return self._mean_tokens(self.microbatch)
 
     @property
     def mean_scoring_tokens(self) -> float:
         """The mean number of tokens in a pass without gradient."""
-        return max(self.scoring_pass, self.episodes.tokens)
+        return self._mean_tokens(self.scoring_pass)
+
+    def _mean_tokens(self, largest: int) -> float:
+        return max(0 if self.model.apart else largest, self.episodes.tokens)
 
     def fits(self, devices: int, route: RouteCost) -> bool:
+        """Return True if this number of devices can train, and has the memory for it.
+
+        A critic with a model of its own needs a single device.
+        """
+        if self.critic == "own" and self.is_sharded(devices):
+            return False
         return self.trainer_bytes(devices, route) <= self.memory
 
     def with_largest_passes(self, devices: int, route: RouteCost) -> Self:
         """Return the setup with the largest microbatch and scoring pass that fit into GPU memory.
 
-        On processor cores both have the default size, `PASS_TOKENS`.
+        On processor cores, and for a model that computes each sequence apart, both have the default
+        size, `PASS_TOKENS`.
         """
         best = replace(self, microbatch=PASS_TOKENS, scoring_pass=PASS_TOKENS)
-        if self.device.is_core:
+        if self.device.is_core or self.model.apart:
             return best
         while best.microbatch < MOST_PASS_TOKENS:
             longer = replace(best, microbatch=2 * best.microbatch)
@@ -290,12 +340,14 @@ class TrainingSetup:
         """Numbers of GPUs over which one microbatch can be split by attention heads: context
         parallelism.
 
-        On CPU cores the only number is 1, because cores share one memory.
+        On CPU cores the only number is 1, because cores share one memory. It is also 1 with a
+        critic, and for a model that computes each sequence apart.
         """
         heads, key_heads = self.model.heads, self.model.kv_heads
+        is_whole = self.device.is_core or self.critic or self.model.apart
         return [
             size
-            for size in CONTEXT_SIZES[: 1 if self.device.is_core else None]
+            for size in CONTEXT_SIZES[: 1 if is_whole else None]
             if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
         ]
 
@@ -508,8 +560,12 @@ class AnalyticCosts:
 
         A backward pass takes as long as two forward passes, or three with gradient checkpointing.
         With LoRA adapters it takes one forward pass less, because frozen weights have no gradient.
+        A critic adds a forward pass for its forecasts, and if it has a model of its own, the
+        training of that model.
         """
-        return max(self.train_compute_s(tokens), self.train_transfer_s(tokens)) + self.optimizer_s
+        one = max(self.train_compute_s(tokens), self.train_transfer_s(tokens)) + self.optimizer_s
+        forecast = self._scoring_pass_s(tokens) * bool(self.setup.critic)
+        return one * (1 + (self.setup.critic == "own")) + forecast
 
     def train_compute_s(self, tokens: int) -> float:
         """Return the seconds that devices compute in a forward and backward pass over `tokens`
@@ -526,11 +582,19 @@ class AnalyticCosts:
         `train_s`.
 
         The weights are gathered for the forward and for the backward pass. The gradients are summed
-        in float32 after each backward pass.
+        in float32 after each backward pass, over the devices of a copy and then over the copies.
         """
-        setup = self.setup
+        setup, trainers = self.setup, self.placement.trainers
         copies = 2 + _REDUCED_BYTES / WORD * setup.trained / setup.model.parameters
-        return copies * self._gather_s(tokens, self.placement.trainers, setup.mean_pass_tokens)
+        gathered_s = copies * self._gather_s(tokens, trainers, setup.mean_pass_tokens)
+        sent = 2 * (1 - 1 / setup.replicas) * _REDUCED_BYTES * setup.trained / self.shards
+        passes = setup.passes(tokens, trainers, setup.mean_pass_tokens)
+        return gathered_s + passes * sent / (setup.device.network * setup.shares.link)
+
+    @property
+    def shards(self) -> int:
+        """The number of training devices that divide one copy of the model."""
+        return self.setup.shards(self.placement.trainers)
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
         """Return the seconds that computing old log-probabilities adds to the trainer's step.
@@ -566,7 +630,7 @@ class AnalyticCosts:
         """Return the seconds to compute a batch's old log-probabilities when the batch is trained
         on.
         """
-        route = self.route
+        route, setup = self.route, self.setup
         trainers = self.placement.trainers
         forwards = route.forward_passes(
             versions, prompt_fraction=self.setup.episodes.prompt_fraction
@@ -576,7 +640,9 @@ class AnalyticCosts:
             scorers = self.placement.scorers
             alone_s = self.forward_s(tokens) * trainers / scorers
             each = self.setup.mean_scoring_tokens
-            apart = forwards * max(alone_s, self._gather_s(tokens, scorers, each))
+            divided = replace(setup, replicas=1, expert_parallel=False)
+            gather_s = replace(self, setup=divided)._gather_s(tokens, scorers, each)
+            apart = forwards * max(alone_s, gather_s)
             cores = trainers * self.setup.shares.cores
             transfer = TRANSFER_S * self.setup.version_bytes / cores
             return max(0.0, apart - self.train_s(tokens)) + transfer
@@ -592,7 +658,7 @@ class AnalyticCosts:
         """
         setup = self.setup
         link = setup.device.host_link * setup.shares.link
-        copied = setup.version_bytes / (self.placement.trainers * link)
+        copied = setup.version_bytes / (self.shards * link)
         return copied + self.encode_s + self.driver_s
 
     @property
@@ -675,7 +741,7 @@ class AnalyticCosts:
 
         0 if neither engines nor the computation of `old_logp` use deltas.
         """
-        cores = self.placement.trainers * self.setup.shares.cores
+        cores = self.shards * self.setup.shares.cores
         encode = delta_sizes.encode_s(self.setup.trained, self.setup.delta_rate)
         has_deltas = self.route.needs.snapshots or self.sends_deltas
         return encode / cores * has_deltas
@@ -686,7 +752,7 @@ class AnalyticCosts:
         weights.
         """
         alone = delta_sizes.apply_s(self.setup.trained, self.setup.delta_rate)
-        return alone / (self.placement.trainers * self.setup.shares.cores)
+        return alone / (self.shards * self.setup.shares.cores)
 
     def forward_s(self, tokens: float) -> float:
         """Return the seconds of a forward pass over `tokens` tokens on all training devices
@@ -699,43 +765,53 @@ class AnalyticCosts:
         """Return the seconds in which `devices` devices gather the weights for a forward pass.
 
         `tokens` tokens are computed in microbatches of `pass_tokens` tokens. For each microbatch,
-        every device gathers the bfloat16 weights, with padded experts. The result is 0 for one
-        device.
+        every device gathers the bfloat16 weights of its copy, with padded experts, or without
+        experts if these are whole on a device. The result is 0 for one device.
         """
         setup = self.setup
         if not setup.is_sharded(devices):
             return 0.0
-        groups = max(1, devices // setup.context)
-        microbatches = math.ceil(tokens / (groups * pass_tokens))
-        padded = setup.model.padding(devices) * setup.model.copy_bytes
-        received = padded * (devices - 1) / devices
-        return microbatches * received / setup.ring_bandwidth(devices)
+        shards = setup.shards(devices)
+        gathered = setup.model.padding(shards) * setup.model.copy_bytes
+        if setup.expert_parallel:
+            gathered = setup.model.copy_bytes - WORD * setup.model.matrices["experts"]
+        received = gathered * (shards - 1) / shards
+        passes = setup.passes(tokens, devices, pass_tokens)
+        return passes * received / setup.ring_bandwidth(shards)
 
     def _exchange_s(self, tokens: float) -> float:
         """Return the seconds in which devices that share a microbatch exchange tokens for heads.
 
         In a forward pass they exchange queries, keys, values and the attention output of each
         layer. A backward pass exchanges their gradients, which takes as long. These devices are in
-        one node if they fit there.
+        one node if they fit there. With `expert_parallel` the states of tokens also travel to the
+        devices of their experts, and back.
         """
         setup = self.setup
         model, size = setup.model, setup.context
         heads = 2 * model.heads + 2 * max(model.kv_heads, size)
         sent = WORD * model.layers * heads * model.head_dim * (size - 1) / size
         link = setup.device.link if size <= setup.device.node else setup.device.network
-        return tokens / self.placement.trainers * sent / (link * setup.shares.link)
+        each = tokens / self.placement.trainers / setup.shares.link
+        if not setup.expert_parallel:
+            return each * sent / link
+        shards = self.shards
+        routed = 2 * WORD * (model.layers - model.dense) * min(model.active, shards) * model.hidden
+        near = setup.device.link if shards <= setup.device.node else setup.device.network
+        return each * (sent / link + routed * (shards - 1) / shards / near)
 
     @property
     def optimizer_s(self) -> float:
         """Seconds of an optimizer step. With `offload` they include the copies from and to main
         memory.
         """
-        setup, trainers = self.setup, self.placement.trainers
-        stepped_s = _STEPPED_BYTES * setup.trained / (trainers * setup.bandwidth)
+        setup = self.setup
+        each = setup.trained / (1 if setup.lora_rank else self.shards)
+        stepped_s = (_STEPPED_BYTES + 2 * setup.moment_bytes) * each / setup.bandwidth
         if not setup.offload:
             return stepped_s
         link = setup.device.host_link * setup.shares.link
-        return stepped_s + 2 * OFFLOADED_BYTES * setup.trained / (trainers * link)
+        return stepped_s + 2 * setup.offloaded_bytes * each / link
 
     def _all_reduce_s(self, tokens: int) -> float:
         """Return the seconds of the two all-reduces per layer that tensor parallelism needs.

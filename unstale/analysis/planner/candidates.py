@@ -302,14 +302,35 @@ def candidates(
         for placement in places:
             if least.setdefault(placement, (offload, context)) < (offload, context):
                 continue
-            costs = AnalyticCosts(
-                setup=_with_passes(setup, placement, route),
-                placement=placement,
-                route=route,
-                batch=batch,
-                live=live,
-            )
-            yield Candidate(request, costs, name, schedule).with_idle_scoring()
+            for divided in _divided(setup, placement, route):
+                costs = AnalyticCosts(
+                    setup=_with_passes(divided, placement, route),
+                    placement=placement,
+                    route=route,
+                    batch=batch,
+                    live=live,
+                )
+                yield Candidate(request, costs, name, schedule).with_idle_scoring()
+
+
+def _divided(
+    setup: TrainingSetup, placement: Placement, route: RouteCost
+) -> Iterator[TrainingSetup]:
+    """Yield the setup with each way to divide the model among the trainer's devices that fits.
+
+    These are one copy or one on each node, and experts that are gathered or whole on a device.
+    """
+    yield setup
+    trainers, node = placement.trainers, setup.device.node
+    if not setup.is_sharded(trainers) or setup.lora_rank or placement.colocated:
+        return
+    nodes = trainers // node if trainers % node == 0 else 1
+    for replicas, is_whole in product({1, nodes}, (False, True)):
+        divided = replace(setup, replicas=replicas, expert_parallel=is_whole)
+        experts = setup.model.experts
+        has_experts = experts > 0 and experts % divided.shards(trainers) == 0
+        if divided != setup and has_experts >= is_whole and divided.fits(trainers, route):
+            yield divided
 
 
 def _with_passes(setup: TrainingSetup, placement: Placement, route: RouteCost) -> TrainingSetup:
@@ -361,7 +382,7 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
 
 def _adapters(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     """Return the advice to train adapters if they fit the devices, otherwise an empty text."""
-    if request.setup.lora_rank:
+    if request.setup.lora_rank or request.setup.model.experts:
         return ""
     setup = replace(request.setup, lora_rank=ADVISED_RANK)
     if not best_or_none(replace(request, setup=setup), name, schedule):

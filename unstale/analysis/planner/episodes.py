@@ -31,6 +31,7 @@ from unstale.records import (
     Trajectory,
 )
 from unstale.rollout import More, no_more
+from unstale.rollout.rounds import Rounds
 from unstale.rollout.staleness_queue import PendingPieces
 from unstale.rollout.transcript import OpenWriter
 
@@ -179,7 +180,13 @@ class SimulatedRollout:
         self._order: list[int] = shuffled.tolist()
 
     async def group(
-        self, request: GroupRequest, *, size: int, open_writer: OpenWriter, more: More = no_more
+        self,
+        request: GroupRequest,
+        *,
+        size: int,
+        open_writer: OpenWriter,
+        more: More = no_more,
+        rounds: Rounds | None = None,
     ) -> Group:
         random = np.random.default_rng([self._seed, 0, request.number])
         results: list[Trajectory | Failure] = []

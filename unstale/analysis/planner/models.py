@@ -57,6 +57,8 @@ class Model:
     """Number of layers without experts, in a model with experts."""
     qk_norm: bool = True
     qkv_bias: bool = False
+    apart: bool = False
+    """True if sequences cannot be packed, so that each has a forward pass of its own."""
 
     def __post_init__(self) -> None:
         for name in (*_REQUIRED, "head_dim", "vocab"):
@@ -136,18 +138,20 @@ class Model:
         mlp = dense * 3 * (self.hidden + self.ffn)
         return rank * (self.layers * attention + mlp)
 
-    def gathered_bytes(self, layers: int) -> int:
+    def gathered_bytes(self, layers: int, *, experts: bool = True) -> int:
         """Return the bytes in bfloat16 of the embedding, the head and the `layers` largest layers.
+
+        Without `experts`, those of the layers do not count.
 
         >>> round(PRESETS["30B-A3B"].gathered_bytes(2) / 1e9, 1)
         3.7
         """
         counts = self.matrices
         sparse = self.layers - self.dense if self.experts else 0
-        experts = (counts["experts"] + counts["router"]) // max(1, sparse)
+        routed = (counts["experts"] * experts + counts["router"]) // max(1, sparse)
         mlp = counts["mlp"] // max(1, self.layers - sparse)
         rest = (counts["attention"] + counts["norms"] + counts["biases"]) // self.layers
-        largest = rest + max(experts, mlp)
+        largest = rest + max(routed, mlp)
         return WORD * (counts["embedding"] + counts["head"] + layers * largest)
 
     @cached_property

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from unstale.analysis.planner.analytic import OFFLOADED_BYTES, AnalyticCosts
+from unstale.analysis.planner.analytic import AnalyticCosts
 from unstale.analysis.planner.candidates import Candidate, why_not_synchronous
 from unstale.analysis.planner.route_costs import route_cost
 from unstale.analysis.planner.suggest import (
@@ -86,8 +86,14 @@ def describe(rated: SimulatedCandidate) -> str:
     checkpointing = "; gradient checkpointing" if setup.gradient_checkpointing else ""
     if setup.context > 1:
         checkpointing += f"; {setup.context} GPUs divide each pass"
+    if setup.replicas > 1:
+        checkpointing += f"; {setup.replicas} copies of the model"
+    if setup.expert_parallel:
+        checkpointing += "; whole experts on a GPU"
     if setup.offload:
         checkpointing += "; the optimizer's state in main memory"
+    if setup.critic:
+        checkpointing += f"; a critic ({setup.critic})"
     return (
         f"{candidate.place}{checkpointing}; route {candidate.name}; "
         f"{schedule.groups_per_step} groups of {schedule.group_size} a step{window}, at most "
@@ -182,7 +188,7 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
             "of a layer"
         )
     if setup.offload:
-        offloaded = OFFLOADED_BYTES * setup.model.parameters / devices
+        offloaded = setup.offloaded_bytes * setup.trained / setup.shards(devices)
         yield (
             f"With trainer.offload_optimizer, {offloaded / _GB:.3g} GB of float32 weights and "
             "moments for each training GPU are in main memory. An optimizer step takes "
@@ -190,11 +196,12 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
         )
     if not setup.is_sharded(devices):
         return
-    state = setup.state_bytes(devices) / devices
+    shards = 1 if setup.lora_rank else setup.shards(devices)
+    state = setup.state_bytes(devices) / shards
     kinds = "float32 weights and gradients"
     if not setup.offload:
         kinds = "float32 weights, gradients and moments"
-    route = costs.route.device_bytes(setup.model) / devices
+    route = 0.0 if setup.lora_rank else costs.route.device_bytes(setup.model) / shards
     divided = f", divided by {setup.context} GPUs" if setup.context > 1 else ""
     yield (
         f"A training GPU holds {state / _GB:.3g} GB of {kinds}, "
@@ -209,7 +216,7 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
     )
     if "placement" in {option.name for option in fields(routes()[candidate.name])}:
         own = route_cost(candidate.name, placement="own")
-        main = own.main_bytes(setup.model, live=costs.live, rate=setup.delta_rate) / devices
+        main = own.main_bytes(setup.model, live=costs.live, rate=setup.delta_rate) / shards
         yield (
             "With old_logps.placement own, the route takes no memory of a GPU and, for each GPU, "
             f"{main / _GB:.3g} GB of main memory"
@@ -276,8 +283,12 @@ def command(candidate: Candidate) -> str:
         options["trainer.max_tokens_per_scoring_pass"] = setup.scoring_pass
     if setup.lora_rank:
         options["trainer.lora_rank"] = setup.lora_rank
+    if setup.optimizer != "AdamW":
+        options["trainer.optimizer"] = setup.optimizer
     if setup.offload:
         options["trainer.offload_optimizer"] = "true"
+    if setup.critic:
+        options |= {"advantage.estimator": "gae", "critic.model": setup.critic}
     placement = candidate.placement
     if setup.device.is_core:  # all engines are processes of the run, which share max_running
         options["engine.max_running"] = placement.engines * candidate.max_running
@@ -288,6 +299,10 @@ def command(candidate: Candidate) -> str:
         options["cluster.trainers"] = placement.trainers
         if setup.context > 1:
             options["cluster.context"] = setup.context
+        if setup.replicas > 1:
+            options["cluster.replicas"] = setup.replicas
+        if setup.expert_parallel:
+            options["cluster.expert_parallel"] = "true"
         if placement.scorers:
             options["old_logps.ranks"] = placement.scorers
     if setup.pass_tokens > _LONG and not setup.device.is_core:

@@ -375,6 +375,8 @@ class NullTechniques:
     async def more(self, request: GroupRequest, results: object) -> Sequence[None]:
         return ()
 
+    def rounds(self, request: GroupRequest) -> None: ...
+
     def read_states(self, groups: Sequence[Group]) -> None: ...
 
     def credit(

@@ -6,7 +6,7 @@ The database is opened read-only, and nothing that it contains is executed.
 import json
 import sqlite3
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from unstale.durability.journal.tables import (
     EPISODE_BUDGET,
     FORMAT,
     GROUP_SIZE,
+    ROUND,
     SCHEMA,
     TABLES,
     TOKEN_SAMPLES,
@@ -55,6 +56,7 @@ from unstale.records import (
     walk,
 )
 from unstale.routed_experts import RoutedExperts
+from unstale.signals import Signals
 from unstale.token_values import TokenValues
 
 _Read = TypeVar("_Read")
@@ -334,6 +336,7 @@ class JournalReader:
         sizes = self._sizes()
         limits = self.turn_limits()
         budgets = self._of_groups(EPISODE_BUDGET, EpisodeBudget)
+        rounds = self._rounds()
         requests = []
         for number, env, split, index, seed, place, is_finished in rows:
             task = Task(env, split, index)
@@ -348,6 +351,7 @@ class JournalReader:
                 sizes=sizes.get(number, ()),
                 turn_limit=limits.get(number),
                 budget=budgets.get(number, NO_BUDGET),
+                rounds=rounds.get(number, ()),
             )
             requests.append(request)
         return requests
@@ -382,6 +386,17 @@ class JournalReader:
                 number = int(event.pop("group"))
                 found[number] = read(**event)
         return found
+
+    def _rounds(self) -> dict[int, tuple[Mapping[str, Any], ...]]:
+        """Return the decisions about the episodes of each group that has some, round by round."""
+        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", ROUND)
+        rounds: dict[int, tuple[Mapping[str, Any], ...]] = {}
+        with self.wrap_errors("the rounds of groups"):
+            for (fields,) in rows:
+                event = _parse_object(fields)
+                group = int(event["group"])
+                rounds[group] = (*rounds.get(group, ()), event)
+        return rounds
 
     def visits(self) -> dict[Task, int]:
         """Return the number of groups that were started on each task."""
@@ -607,53 +622,21 @@ class JournalReader:
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
                 raise ValueError("a piece changed after it was written")
             pieces = tuple(to_piece(*row[2:-2]) for row in rows)
-        pieces = self._with_placed(episode, self._with_kept_sets(episode, pieces))
-        pieces = self._with_pictures(episode, pieces)
+        pieces = self._with_annexes(episode, pieces)
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
-    def _with_kept_sets(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        rows = self.rows(
-            f"SELECT {', '.join(COLUMNS['kept_sets'])}, seal FROM kept_sets WHERE episode = ?",
-            episode,
-        )
+    def _with_annexes(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """Return pieces with what other tables have of them: kept sets, sources and signals."""
         found = list(pieces)
-        with self.wrap_errors(f"the kept sets of episode {episode}"):
-            for row in rows:
-                if seal("kept_sets", *row[:-1]) != row[-1]:
-                    raise ValueError("they changed after they were written")
-                piece = found[row[1]]
-                if not isinstance(piece, Sampled):
-                    raise ValueError(f"piece {row[1]} was not sampled")
-                sets = KeptSets.unpack(row[2], piece.tokens)
-                found[row[1]] = replace(piece, kept_sets=sets)
-        return tuple(found)
-
-    def _with_placed(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        rows = self.rows(
-            f"SELECT {', '.join(COLUMNS['placed'])}, seal FROM placed WHERE episode = ?", episode
-        )
-        found = list(pieces)
-        with self.wrap_errors(f"the placed text of episode {episode}"):
-            for row in rows:
-                if seal("placed", *row[:-1]) != row[-1]:
-                    raise ValueError("it changed after it was written")
-                found[row[1]] = to_placed(found[row[1]], *row[2:-2])
-        return tuple(found)
-
-    def _with_pictures(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        rows = self.rows(
-            f"SELECT {', '.join(COLUMNS['pictures'])}, seal FROM pictures WHERE episode = ?",
-            episode,
-        )
-        found = list(pieces)
-        with self.wrap_errors(f"the pictures of episode {episode}"):
-            for row in rows:
-                if seal("pictures", *row[:-1]) != row[-1]:
-                    raise ValueError("they changed after they were written")
-                piece = found[row[1]]
-                if not isinstance(piece, ContextPiece):
-                    raise ValueError(f"piece {row[1]} is no context")
-                found[row[1]] = replace(piece, pictures=to_pictures(row[2]))
+        for table, attach in _ANNEXES.items():
+            rows = self.rows(
+                f"SELECT {', '.join(COLUMNS[table])}, seal FROM {table} WHERE episode = ?", episode
+            )
+            with self.wrap_errors(f"{table} of episode {episode}"):
+                for row in rows:
+                    if seal(table, *row[:-1]) != row[-1]:
+                        raise ValueError("a row changed after it was written")
+                    found[row[1]] = attach(found[row[1]], *row[2:-2])
         return tuple(found)
 
     def _with_experts(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
@@ -758,6 +741,35 @@ class JournalReader:
         ) as error:
             cause = f"{subject}: {error}" if subject else error
             raise journal_error(self.path, cause) from error
+
+
+def _with_kept_sets(piece: Piece, packed: bytes) -> Piece:
+    return replace(_sampled(piece), kept_sets=KeptSets.unpack(packed, piece.tokens))
+
+
+def _with_signals(piece: Piece, data: bytes) -> Piece:
+    return replace(_sampled(piece), signals=Signals.frombuffer(data))
+
+
+def _sampled(piece: Piece) -> Sampled:
+    if not isinstance(piece, Sampled):
+        raise ValueError("a piece was not sampled")
+    return piece
+
+
+def _with_pictures(piece: Piece, packed: bytes) -> Piece:
+    if not isinstance(piece, ContextPiece):
+        raise ValueError("a piece is no context")
+    return replace(piece, pictures=to_pictures(packed))
+
+
+_ANNEXES: Mapping[str, Callable[..., Piece]] = {
+    "kept_sets": _with_kept_sets,
+    "pictures": _with_pictures,
+    "placed": to_placed,
+    "signals": _with_signals,
+}
+"""Tables with further columns of pieces, and functions that add them to a piece."""
 
 
 def _row_of_tokens(row: Sequence[Any]) -> str:

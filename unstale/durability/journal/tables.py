@@ -24,7 +24,7 @@ from unstale.records import (
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 9
+FORMAT = 10
 """Number of the journal's format, stored as `user_version` of the database."""
 
 TABLES = {
@@ -42,6 +42,8 @@ TABLES = {
     "after INTEGER NOT NULL",
     "placed": "episode INTEGER NOT NULL, position INTEGER NOT NULL, version INTEGER, "
     "source_logp BLOB, start INTEGER, stop INTEGER, tokens BLOB, after INTEGER NOT NULL",
+    "signals": "episode INTEGER NOT NULL, position INTEGER NOT NULL, signals BLOB NOT NULL, "
+    "after INTEGER NOT NULL",
     "pictures": "episode INTEGER NOT NULL, position INTEGER NOT NULL, pictures BLOB NOT NULL, "
     "after INTEGER NOT NULL",
     "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, "
@@ -90,6 +92,8 @@ _KEYS = {
     "REFERENCES pieces",
     "placed": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
     "REFERENCES pieces",
+    "signals": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
+    "REFERENCES pieces",
     "pictures": ", PRIMARY KEY (episode, position), FOREIGN KEY (episode, position) "
     "REFERENCES pieces",
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
@@ -112,6 +116,7 @@ REPEATED = (
     "snapshots",
     "kept_sets",
     "placed",
+    "signals",
     "pictures",
     "pieces",
     "trajectories",
@@ -139,6 +144,9 @@ conversations of an agent are in the same table, with other seeds.
 
 TOKEN_SAMPLES = "token_samples"
 """Kind of the event with a sample of the tokens of a step."""
+
+ROUND = "round"
+"""Kind of the event with a round of decisions about the episodes of a group."""
 
 GROUP_SIZE = "group_size"
 """Kind of the event with the number of episodes of a group: its fields are `group` and `size`.
@@ -213,7 +221,7 @@ def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Recor
 
 def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Record]:
     """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets, its
-    source or the content hashes of its pictures.
+    signals, its source or the content hashes of its pictures.
 
     `position` is the index of `piece` in the episode. Numbers are packed little-endian. Tokens take
     two bytes each if all of them fit, otherwise four. Log-probabilities are float32, the precision
@@ -229,6 +237,8 @@ def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Re
     if isinstance(piece, Sampled) and piece.kept_sets is not None:
         sets = piece.kept_sets.pack(piece.tokens)
         rows.append(insert("kept_sets", episode, position, sets, after))
+    if isinstance(piece, Sampled) and piece.signals is not None:
+        rows.append(insert("signals", episode, position, piece.signals.tobytes(), after))
     if isinstance(piece, Placed):
         rows.append(insert("placed", episode, position, *_source(piece), after))
     if isinstance(piece, ContextPiece) and piece.pictures:

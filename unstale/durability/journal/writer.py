@@ -35,6 +35,7 @@ from unstale.durability.journal.tables import (
     GROUP_SIZE,
     JOURNAL,
     REPEATED,
+    ROUND,
     SCHEMA,
     TOKEN_SAMPLES,
     TURN_LIMIT,
@@ -218,6 +219,11 @@ class Journal:
     def resize(self, number: int, size: int) -> None:
         """Record that a group is enlarged to `size` episodes, before its further episodes begin."""
         self.transaction([self._size_record(number, size)])
+
+    def add_round(self, number: int, decisions: Mapping[str, Any]) -> None:
+        """Record a round of decisions about a group's episodes, before any of them continues."""
+        fields = json.dumps({"group": number, **decisions})
+        self.transaction([insert("events", time.time(), ROUND, fields, self._checkpoint)])
 
     def _size_record(self, number: int, size: int) -> Record:
         fields = json.dumps({"group": number, "size": size})

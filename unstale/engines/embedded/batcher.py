@@ -23,6 +23,7 @@ from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.sampling import Sampler
 from unstale.kept_sets import WHOLE, KeptSets, Truncation, join
 from unstale.routed_experts import pack_experts
+from unstale.signals import Signals
 
 if TYPE_CHECKING:
     from unstale.routed_experts import Experts
@@ -54,6 +55,7 @@ class SampleRequest:
     """The version of the LoRA adapters that sample the reply. -1 is the version that was loaded
     last.
     """
+    signals: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class FinishedReply:
     """
     version: int = -1
     """The version of the weights that sampled the reply. -1 before the first load."""
+    signals: Signals | None = None
 
 
 class Batcher:
@@ -128,6 +131,8 @@ class Batcher:
         self._truncation = [WHOLE] * max_slots
         self._kept: list[list[KeptSets]] = [[] for _ in range(max_slots)]
         """For each slot: the kept sets of its current reply, one element for each token."""
+        self._signals: list[list[Signals]] = [[] for _ in range(max_slots)]
+        """For each slot: the signals of its current reply, one element for each token."""
         self._used = np.zeros(max_slots, dtype=np.int64)
         self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
         self._stale = np.zeros(max_slots, dtype=np.int64)
@@ -334,6 +339,7 @@ class Batcher:
         self._temperature[slot] = request.temperature
         self._truncation[slot] = request.truncation
         self._kept[slot] = []
+        self._signals[slot] = []
         self._seed[slot] = np.uint64(request.seed & 0xFFFFFFFFFFFFFFFF)
         self._stops[slot] = False
         self._stops[slot, list(request.stop_tokens)] = True
@@ -415,6 +421,10 @@ class Batcher:
         truncations = [self._truncation[slot] for slot in slots.tolist()]
         heat, seeds = self._temperature[slots], self._seed[slots]
         tokens, logp, kept = self._sampler(logits, heat, seeds, at, truncations)
+        if any(measured := [self._active[slot].signals for slot in slots.tolist()]):
+            signals = self._sampler.measure(logits[torch.tensor(measured)], heat[measured])
+            for place, slot in enumerate(slots[measured].tolist()):
+                self._signals[slot].append(signals.at(slice(place, place + 1)))
         self._tokens[slots, at] = tokens
         self._logp[slots, at] = logp
         if kept is not None:
@@ -442,8 +452,11 @@ class Batcher:
         kept_sets = None
         if request.truncation:
             kept_sets = join([(1, own) for own in self._kept[slot]])
+        signals = Signals.join(self._signals[slot]) if self._signals[slot] else None
         version = int(self._versions[slot])
-        return FinishedReply(request.id, tokens, logp, stop, clean, experts, kept_sets, version)
+        return FinishedReply(
+            request.id, tokens, logp, stop, clean, experts, kept_sets, version, signals
+        )
 
 
 def _common_prefix(slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:

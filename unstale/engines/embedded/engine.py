@@ -35,6 +35,7 @@ from unstale.engines.registry import EngineOptions, EngineSpec
 from unstale.kept_sets import KeptSets
 from unstale.records import Sampled
 from unstale.routed_experts import RoutedExperts
+from unstale.signals import Signals
 from unstale.threads import in_thread
 from unstale.weights.child_process import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
 from unstale.weights.codec import file_of, file_parts
@@ -135,6 +136,7 @@ class EmbeddedEngine:
             max_context=self._options.max_context,
             vocab_size=self.vocab_size,
             keeps_sets=not self._options.bitwise,
+            measures=True,
             versions=self._versions,
             pictures=self._options.pictures is not None,
         )
@@ -149,6 +151,7 @@ class EmbeddedEngine:
             params.seed,
             params.truncation,
             params.version,
+            params.signals,
         ]
         text = np.array(tokens, np.int32).tobytes()
         child.send({"op": "sample", "request": fields}, [text])
@@ -360,18 +363,23 @@ class EmbeddedEngine:
 
     def _on_reply(self, header: Header, body: bytearray) -> None:
         number, about = header["reply"], header["routes"]
-        count = (len(body) - header["kept"]) // (TOKEN.itemsize + LOGP.itemsize)
+        own = len(body) - header["kept"] - header["signals"]
+        count = own // (TOKEN.itemsize + LOGP.itemsize)
         tokens = np.frombuffer(body, TOKEN, count)
         behavior_logp = np.frombuffer(body, LOGP, count, tokens.nbytes)
         kept = None
         if header["kept"]:
-            kept = KeptSets.frombuffer(body[tokens.nbytes + behavior_logp.nbytes :], count)
+            kept = KeptSets.frombuffer(body[own:], count)
+        signals = None
+        if header["signals"]:
+            signals = Signals.frombuffer(body[own + header["kept"] :])
         piece = Sampled(
             tuple(tokens.tolist()),
             tuple(behavior_logp.tolist()),
             header["version"],
             header["clean"],
             kept_sets=kept,
+            signals=signals,
         )
         if about:
             self._unread.add(number)

@@ -19,6 +19,7 @@ from torch import Tensor
 from unstale.engines.embedded.kernels import divided
 from unstale.kept_sets import KeptSets, Truncation
 from unstale.native import NotCompiled, compile_library
+from unstale.signals import Signals
 
 SOURCE = Path(__file__).with_name("sampling.c")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -30,6 +31,8 @@ _SUM_BLOCK = 512
 then those of one block's tokens. The number is near the square root of a large vocabulary, which
 makes both sums short.
 """
+_LEAST_LOGP = -1e30
+"""Finite stand-in for minus infinity, whose product with a probability of 0 must be 0."""
 _NOT_FINITE = "the logits are not finite: check the weights for NaN and infinity"
 
 
@@ -103,9 +106,7 @@ class Sampler:
         one entry for each row, or is empty: then there are no kept sets. Raises FloatingPointError
         for logits that are not finite.
         """
-        if len(self._biased):
-            added = self._bias.to(logits.device).expand(len(logits), -1)
-            logits = logits.float().index_add(1, self._biased.to(logits.device), added)
+        logits = self._with_bias(logits)
         truncates = any(truncations)
         if self._library is None or logits.device.type != "cpu":
             noise = torch.from_numpy(uniforms(seeds, positions))
@@ -133,6 +134,25 @@ class Sampler:
             return Drawn(tokens, logp)
         ids = [row[:size] for row, size in zip(self._kept, sizes.tolist(), strict=False)]
         return Drawn(tokens, logp, KeptSets(sizes, np.concatenate(ids)))
+
+    def measure(self, logits: Tensor, temperature: NDArray[np.float32]) -> Signals:
+        """Return the signals of the distributions of `logits` `[B, V]` at `temperature` `[B]`.
+
+        Temperature 0 is measured at 1.
+        """
+        heat = torch.from_numpy(np.where(temperature == 0, np.float32(1), temperature))
+        logp = (self._with_bias(logits).float() / heat[:, None].to(logits.device)).log_softmax(-1)
+        entropy = -(logp.exp() * logp.clamp_min(_LEAST_LOGP)).sum(-1)
+        top = logp.topk(2)
+        return Signals(
+            entropy.cpu().numpy(), top.indices.int().cpu().numpy(), top.values.cpu().numpy()
+        )
+
+    def _with_bias(self, logits: Tensor) -> Tensor:
+        if not len(self._biased):
+            return logits
+        added = self._bias.to(logits.device).expand(len(logits), -1)
+        return logits.float().index_add(1, self._biased.to(logits.device), added)
 
     def _draw(
         self, inputs: list[int], outputs: tuple[NDArray[Any], ...], first: int, last: int

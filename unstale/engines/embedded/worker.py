@@ -264,11 +264,11 @@ class _EngineWorker:
         error = ""
         match header["op"]:
             case "sample":
-                number, most, stops, temperature, seed, limits, version = header["request"]
+                number, most, stops, temperature, seed, limits, *others = header["request"]
                 tokens = np.frombuffer(body, TOKEN).tolist()
                 truncation = Truncation(*limits)
                 request = SampleRequest(
-                    number, tokens, most, stops, temperature, seed, truncation, version
+                    number, tokens, most, stops, temperature, seed, truncation, *others
                 )
                 return self._batcher.submit(request)
             case "cancel":
@@ -354,6 +354,7 @@ class _EngineWorker:
             if reply.experts is not None:
                 routed_experts = post(self._options["experts_folder"], reply.id, reply.experts)
             kept = b"" if reply.kept_sets is None else reply.kept_sets.tobytes()
+            signals = b"" if reply.signals is None else reply.signals.tobytes()
             header = {
                 "op": "reply",
                 "reply": reply.id,
@@ -362,7 +363,8 @@ class _EngineWorker:
                 "clean": reply.clean,
                 "routes": routed_experts,
                 "kept": len(kept),
+                "signals": len(signals),
             }
             tokens = np.array(reply.tokens, TOKEN).tobytes()
             logps = np.array(reply.behavior_logp, LOGP).tobytes()
-            self._send(header, tokens + logps + kept)
+            self._send(header, tokens + logps + kept + signals)

@@ -60,6 +60,10 @@ class DeskTasks(NumberedTasks):
         """Return the customer, requests and database of a task, for the expert and for tests."""
         return self.domain.scenario(self.level, task.split, task.index)
 
+    def text(self, task: Task) -> str:
+        """Return the words with which the customer makes the first request."""
+        return Customer(self.scenario(task)).opening()
+
     def env(self, task: Task, seed: int) -> "DeskEnv":
         random = Random(f"{task.key}/{seed}/latency")
         return DeskEnv(self.scenario(task), _delays(self.latency_s, self.latency_sigma, random))

@@ -149,8 +149,9 @@ def _copy(rest: str, build: Build, context: Files, line: str) -> Copy:
     target = posixpath.normpath(posixpath.join(build.folder, target))
     step = Copy()
     for source in sources:
-        found = dict(_found(posixpath.normpath(source).lstrip("/"), context))
-        if not found:
+        path = posixpath.normpath(source).lstrip("/")
+        found = dict(_found(path, context))
+        if not found and path != ".":
             raise ConfigError(f"the Dockerfile's {line!r}: the environment folder has no {source}")
         is_file = len(found) == 1 and "" in found
         for inner, file in found.items():

@@ -13,7 +13,6 @@ import ctypes
 import json
 import os
 import resource
-import runpy
 import select
 import signal
 import socket
@@ -23,10 +22,16 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import Any, NoReturn
 
-_SANDBOXED = runpy.run_path(os.path.join(os.path.dirname(__file__), "..", "sandboxed.py"))
-_call, _filter = _SANDBOXED["_call"], _SANDBOXED["_filter_system_calls"]
+_SANDBOXED: Any = ModuleType("sandboxed")
+"""`sandboxed.py`, without the package around it, which would take a second to import."""
+SourceFileLoader(
+    "sandboxed", os.path.join(os.path.dirname(__file__), "..", "sandboxed.py")
+).exec_module(_SANDBOXED)
+_call, _filter = _SANDBOXED._call, _SANDBOXED._filter_system_calls
 
 _NEW_PID, _NEW_ALL = 0x20000000, 0x7C020000
 """Flags of new namespaces: of process ids, and with it users, mounts, network, IPC, host name."""
@@ -88,8 +93,8 @@ class Holder:
         self._options = request
         self._init = 0
         """Id of the first process of the phase, 0 between phases."""
-        _call("prctl", _DUMPABLE, 0)
         _enter_namespaces()
+        _call("prctl", _DUMPABLE, 0)  # later, since it would forbid to write the maps of users
         _call("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
         _make_root(request)
         os.setresgid(0, 0, 0)
@@ -274,12 +279,15 @@ def _enter_namespaces() -> None:
     reading, writing = os.pipe()
     writer = os.fork()
     if not writer:  # the maps must be written from outside
-        os.read(reading, 1)
-        for kind, own in (("uid", user), ("gid", group)):
-            if user and kind == "gid":
-                _write(f"/proc/{holder}/setgroups", "deny")
-            lines = f"0 {own} 1" if user else f"0 {_OUTER_USER} 1\n1 {own} 1"
-            _write(f"/proc/{holder}/{kind}_map", lines)
+        try:
+            os.read(reading, 1)
+            for kind, own in (("uid", user), ("gid", group)):
+                if user and kind == "gid":
+                    _write(f"/proc/{holder}/setgroups", "deny")
+                lines = f"0 {own} 1" if user else f"0 {_OUTER_USER} 1\n1 {own} 1"
+                _write(f"/proc/{holder}/{kind}_map", lines)
+        except OSError:
+            os._exit(1)
         os._exit(0)
     try:
         _call("unshare", _NEW_ALL)

@@ -32,6 +32,9 @@ def _attempt(chosen: argparse.Namespace) -> int:
         distil=chosen.distil,
         plan=chosen.plan,
         summaries=chosen.summaries,
+        search=chosen.search,
+        beam=chosen.beam,
+        stage_turns=chosen.stage_turns,
     )
     result = attempt(chosen.trained, config, options, console=console_of(chosen))
     if chosen.json:
@@ -85,6 +88,23 @@ add = command(
         "--summaries",
         action="store_true",
         help="compare summaries that the policy writes, instead of last replies",
+    ),
+    argument(
+        "--search",
+        type=bounded(int, 0, 1000),
+        default=0,
+        metavar="S",
+        help="search in S stages, each with N candidates, which the policy judges",
+    ),
+    argument(
+        "--beam",
+        type=COUNT,
+        default=2,
+        metavar="M",
+        help="candidates that the search keeps after a stage; default: 2",
+    ),
+    argument(
+        "--stage-turns", type=COUNT, default=1, metavar="T", help="replies of a stage; default: 1"
     ),
     JSON,
 )(_attempt)

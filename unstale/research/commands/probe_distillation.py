@@ -33,15 +33,22 @@ def _probe(chosen: argparse.Namespace) -> int:
         rollouts=chosen.rollouts,
         top=chosen.top,
         student=chosen.student,
+        contexts=tuple(chosen.context or [""]),
     )
     result = probe_distillation(
         chosen.run, chosen.teacher, config, options, console=console_of(chosen)
     )
     if chosen.json:
-        print_json(result.as_json())
-    else:
-        Console().print(result.table())
-        Console(soft_wrap=True).print(result.cost(), highlight=False)
+        found = [each.as_json() for each in result]
+        print_json({"contexts": found} if chosen.context else found[0])
+        return 0
+    console = Console(soft_wrap=True)
+    for each in result:
+        if chosen.context:
+            words = repr(each.context) if each.context else "no text"
+            console.print(f"\nthe teacher reads {words}", highlight=False, markup=False)
+        Console().print(each.table())
+    console.print(result[0].cost(), highlight=False)
     return 0
 
 
@@ -52,6 +59,13 @@ add = command(
     argument("teacher", help="the model folder of the teacher"),
     CONFIG_OF_RUN,
     argument("--student", default="", metavar="FOLDER", help="default: the policy of the run"),
+    argument(
+        "--context",
+        action="append",
+        metavar="TEXT",
+        help="text that only the teacher reads, such as 'Solution: {answer}'; may be repeated, to "
+        "compare contexts, and may be empty",
+    ),
     argument(
         "--prefixes", type=COUNT, default=32, metavar="N", help="positions to look at; default: 32"
     ),

@@ -5,6 +5,7 @@ from typing import Any
 from unstale.config import RunConfig, ScheduleConfig
 from unstale.config.options import override, with_changes
 from unstale.objectives.clips import Cispo
+from unstale.recipes.llm import llm
 from unstale.recipes.retail import retail
 
 
@@ -61,29 +62,70 @@ def long_horizon(**changes: Any) -> RunConfig:
 
 
 def hard_tasks(**changes: Any) -> RunConfig:
-    """Tasks that mostly fail: up to 64 episodes of a task, and its stored successes.
+    """Tasks that mostly fail: attempts go on from a right reply in place of their first wrong one.
 
-    The techniques are allocate (DARS-HW) and replay (only where every new episode failed, DART).
-    The 64 tasks come again every 4 steps, so that stored groups are not too old. With solutions or
-    many replies, try `hints` or `retry` instead of `allocate`. The desk and the model are those of
-    `retail`, whose tasks are easy: replace them. The techniques have not been measured together, so
-    no result is promised.
+    The technique is retry (`correct`), with the replies of the task's demonstration as hints. Half
+    of a group are first attempts. Without demonstrations use `--retry.rule reflect`, where the
+    policy says what to change, and for tasks of one reply the technique `hints`. Right replies are
+    imitated (`objective.placed anchor`). The desk and the model are those of `retail`, whose tasks
+    are easy: replace them. It has not been measured, so no result is promised.
     """
     config = retail(
         recipe="hard_tasks",
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
     )
+    values = {"techniques": "retry", "retry.rule": "correct", "objective.placed": "anchor"}
+    return with_changes(override(config, values), changes)
+
+
+def test_time(**changes: Any) -> RunConfig:
+    """Train on the held-out tasks themselves, without their labels: most votes are the label.
+
+    The technique is majority (TTRL), on 64 tasks that come again, with 16 votes each. Give
+    `--model` and `--task.env` as for `llm`; without these options, Qwen3-0.6B trains on GSM8K.
+    **The policy collapses in the end**, to one answer for each task (docs/techniques.md): stop when
+    `majority/share_mean` no longer rises. It has not been measured, so no result is promised.
+    """
+    config = llm(
+        recipe="test_time",
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=16),
+    )
     values = {
-        "techniques": "allocate replay",
-        "allocate.gain": "dars_hw",
-        "allocate.max": 64,
-        "advantage.estimator": "rloo_first",
-        "replay.rule": "failed",
-        "replay.episodes": "successes",
-        "replay.max_age": 16,
+        "techniques": "majority",
         "selection.pool": 64,
+        "selection.test_time": True,
+        "eval.tasks": 64,
     }
     return with_changes(override(config, values), changes)
 
 
-RECIPES = (steady, small_group, long_horizon, hard_tasks)
+def dart(**changes: Any) -> RunConfig:
+    """Agents of many turns, as in DART: counts and lengths by task, stored successes, entropy.
+
+    The techniques are allocate (fewer episodes where results are clear), limits (the longest past
+    success of the task), replay (only where every new episode failed) and top_turns (the turns of
+    the highest entropy), with a truncated weight of D. Successes of an earlier run can be loaded by
+    `bus` instead of allocate, limits and replay. The desk and the model are those of `retail`:
+    replace them. The techniques have not been measured together, so no result is promised.
+    """
+    config = retail(
+        recipe="dart",
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
+    )
+    values = {
+        "techniques": "allocate limits replay top_turns",
+        "allocate.gain": "sqrt_law",
+        "limits.scope": "task",
+        "limits.quantile": 1.0,
+        "limits.successes": 4,
+        "limits.window": 16,
+        "replay.rule": "failed",
+        "replay.episodes": "successes",
+        "replay.max_age": 16,
+        "selection.pool": 64,
+        "correction.mode": "truncate",
+    }
+    return with_changes(override(config, values), changes)
+
+
+RECIPES = (steady, small_group, long_horizon, hard_tasks, test_time, dart)

@@ -53,22 +53,21 @@ def _idea(number: int, paper: str, about: str, missing: str, how: str = "") -> R
 
 
 ROWS: Sequence[Row] = (
-    _diagnostic(
+    _works(
         1,
         "Unmasking OPD",
         "where distillation follows success",
-        "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
-        "It cannot compare contexts of one policy in self-distillation.",
+        "unstale probe-distillation RUN TEACHER, for prefixes of saved episodes; --context "
+        "compares contexts of one policy in self-distillation (docs/commands.md)",
     ),
-    _partly(
+    _works(
         2,
         "DOTS + replay",
         "prompts of predicted middle difficulty, and replay",
-        "--techniques 'predicted_sampler replay' --selection.pool N",
-        "Counts of words take the place of the trained encoder, and past groups that of the "
-        "reference tasks.",
+        "--techniques 'predicted_sampler replay' --predicted_sampler.encoder policy "
+        "--predicted_sampler.forecast model --predicted_sampler.reference 256 --selection.pool N",
     ),
-    _diagnostic(
+    _works(
         3,
         "GFCR",
         "a survey: generate, filter, control, replay",
@@ -79,17 +78,16 @@ ROWS: Sequence[Row] = (
         4,
         "Sol-RL",
         "a cheap explorer and a precise trainer",
-        "--engine.quantise fp8 with --techniques episode_filter --episode_filter.rule contrast",
-        "The chosen samples are not generated again in high precision, and FP4 and image models "
-        "are missing.",
+        "--engine.quantise nvfp4 with --techniques episode_filter --episode_filter.rule contrast",
+        "The chosen samples are not generated again in high precision, and image models are "
+        "missing.",
     ),
-    _partly(
+    _works(
         5,
         "ECHO, arXiv 2602.02150",
         "branches, clip and advantage by confidence",
-        "--techniques confidence_clip is the clip and the advantage, majority the label "
-        "without solutions",
-        "Branches and their pruning by confidence, while an episode runs, are missing.",
+        "--techniques 'tree tree_advantage confidence_clip majority' --tree.branch confidence "
+        "--tree.prune confidence",
     ),
     _works(
         6,
@@ -97,12 +95,12 @@ ROWS: Sequence[Row] = (
         "more requests than needed; the rest continues later",
         "--schedule.max_staleness 1 --schedule.lookahead_window 16",
     ),
-    _partly(
+    _works(
         7,
         "XRPO",
-        "episodes where the mean is uncertain, a bonus for unlikely correct replies",
-        "--techniques 'allocate novelty' --allocate.gain interval",
-        "Solved examples in the prompts of tasks that always fail are missing.",
+        "episodes where the mean is uncertain, examples, a bonus for unlikely correct replies",
+        "--techniques 'allocate exemplars novelty' --allocate.gain interval --objective.placed "
+        "guided --selection.pool N",
     ),
     _works(
         8,
@@ -127,16 +125,16 @@ ROWS: Sequence[Row] = (
         11,
         "DART",
         "decoupled modules, varying counts, entropy steps",
-        "--techniques replay --replay.rule failed has stored successes, top_turns the steps of "
-        "high entropy, allocate varying counts, limits --limits.scope task the lengths, "
-        "--correction.mode truncate the ratio",
-        "Successes collected before the run cannot be loaded, and screenshots are missing.",
+        "the recipe dart: allocate has varying counts, limits the lengths, replay stored "
+        "successes, top_turns the steps of high entropy, and the ratio is truncated; --techniques "
+        "bus --bus.load RUN --bus.when failed has successes collected before the run",
+        "Screenshots are missing.",
     ),
-    _idea(
+    _works(
         12,
         "LATR",
         "branches at uncertain tokens, looked ahead",
-        "Branches while an episode runs, and their pruning by similarity, are missing.",
+        "--techniques 'tree tree_advantage' --tree.branch second --tree.prune similar",
     ),
     _works(
         13,
@@ -148,14 +146,15 @@ ROWS: Sequence[Row] = (
         14,
         "BranchGRPO",
         "advantages by depth of a tree",
-        "--techniques 'tree tree_advantage' --tree_advantage.rule depth is the advantage",
-        "Pruning of gradients and image models are missing.",
+        "--techniques 'tree tree_advantage' --tree_advantage.rule depth "
+        "--tree_advantage.kept_depths 0.5 is advantage and pruning of gradients",
+        "It is for language models: the paper's image models are missing.",
     ),
-    _idea(
+    _works(
         15,
         "Swarm sampling",
         "nodes share episodes",
-        "Training on the texts of other runs is missing.",
+        "--techniques bus --bus.folder DIR --bus.node NAME --objective.placed anchor, in each run",
     ),
     _works(
         16,
@@ -247,18 +246,20 @@ ROWS: Sequence[Row] = (
         "--allocate.gain v0 --allocate.forecast sampler --selection.pool N, with a small model "
         "that is trained in the run; unstale route sends tasks to one of several policies",
     ),
-    _partly(
+    _works(
         30,
         "ARRoL",
         "unpromising replies end early",
-        "--techniques episode_filter --episode_filter.rule balanced balances finished episodes",
-        "Replies do not end early: all are sampled to their end.",
+        "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed",
     ),
-    _idea(
+    _partly(
         31,
         "SWE-Reasoner",
         "search with a reward model",
-        "A search over the steps of a repair, and an environment of repositories, are missing.",
+        "unstale attempt --search 3 --votes 4, also with --task.env terminal:FOLDER "
+        "(docs/commands.md)",
+        "The policy judges the steps of a repair: there is no reward model of them, and no "
+        "synthesis of training episodes from repositories.",
     ),
     _works(
         32,
@@ -288,19 +289,18 @@ ROWS: Sequence[Row] = (
         "--allocate.gain v05_risk --allocate.forecast sampler --baseline.centre shrink "
         "--baseline.forecast sampler --selection.pool N",
     ),
-    _idea(
+    _works(
         36,
         "SAGE (skills)",
         "skills of one task help the next",
-        "Chains of tasks in one episode, and a reward for skills, are missing.",
+        "--task.env chain:ENV, with --task.length and --task.bonus (docs/your-own-task.md)",
     ),
-    _partly(
+    _works(
         37,
         "ADHint",
         "hints by difficulty",
-        "--techniques hints --objective.placed anchor",
-        "Weights of hint tokens by their entropy, and of advantages by the difference of "
-        "difficulty, are missing.",
+        "--techniques 'hints hint_entropy_weights' --objective.placed anchor "
+        "--hints.baseline apart --hints.gap true",
     ),
     _works(
         38,
@@ -335,13 +335,12 @@ ROWS: Sequence[Row] = (
         "supervised training with sampled alternatives",
         "unstale sft --loss otr (docs/your-own-data.md)",
     ),
-    _partly(
+    _works(
         43,
         "ETTRL, arXiv 2508.11356",
         "labels by majority, advantages by relative entropy; trees",
         "--techniques 'majority tree tree_advantage entropy_advantage_reweighting' "
-        "--tree.branch unlikely --majority.least 0, with --selection.test_time",
-        "Forks are at the least likely tokens, not at those with the largest entropy.",
+        "--tree.branch peaks --majority.least 0, with --selection.test_time",
     ),
     _works(
         44,
@@ -362,16 +361,16 @@ ROWS: Sequence[Row] = (
         46,
         "UI-S1",
         "expert traces with patched steps; step and episode advantages",
-        "--techniques step_groups --step_groups.rule two_level are the advantages",
-        "Traces of an expert with patched steps, at which returns are cut, are missing.",
+        "--task.env traces:FILE --techniques step_groups --step_groups.rule two_level "
+        "--step_groups.cut_below 1 (docs/your-own-task.md)",
+        "The traces are conversations with tools; screenshots are missing.",
     ),
-    _partly(
+    _works(
         47,
         "AgentMath",
         "tool traces from plain reasoning; segments, routing by prefix and load",
-        "--techniques 'segments tool_bonus' has the segments, the limits that grow and the bonus; "
-        "--engine.load_tokens is the routing",
-        "Its synthesis of tool calls from plain reasoning is missing.",
+        "unstale tool-traces makes the traces; --techniques 'segments tool_bonus' has the "
+        "segments, the limits that grow and the bonus; --engine.load_tokens is the routing",
     ),
     _partly(
         48,
@@ -422,18 +421,18 @@ ROWS: Sequence[Row] = (
         "--trainer.stream true, with --schedule.max_staleness 0 as in the paper or with more; what "
         "needs the whole batch before its gradient is refused; shared prompts are computed once",
     ),
-    _partly(
+    _works(
         55,
         "AEPO, arXiv 2510.14545",
         "branches, advantage and clip by entropy",
-        "--techniques 'token_entropy_advantage preserve_clip' is advantage and clip",
-        "Branches at tool calls by entropy, while an episode runs, are missing.",
+        "--techniques 'tree tree_advantage token_entropy_advantage preserve_clip' "
+        "--tree.branch tool --tree.roots 1",
     ),
-    _idea(
+    _works(
         56,
         "MARS^2",
-        "several agents in one search tree",
-        "A search tree over whole answers, and several policies, are missing.",
+        "several roles in one search tree over answers",
+        "--techniques search: the roles are of one policy",
     ),
     _idea(
         57,
@@ -469,15 +468,19 @@ ROWS: Sequence[Row] = (
 WISHES: Mapping[str, Sequence[str]] = {
     "more signal per token": (
         "baseline",
+        "bus",
         "confident_error_penalty",
         "distil",
         "entropy_advantage_reweighting",
         "episode_filter",
+        "exemplars",
+        "hint_entropy_weights",
         "hints",
         "least_variance_baseline",
         "novelty",
         "reward_channels",
         "retry",
+        "search",
         "step_groups",
         "token_entropy_advantage",
         "top_tokens",
@@ -504,7 +507,7 @@ WISHES: Mapping[str, Sequence[str]] = {
     ),
     "test time: a better answer from several attempts": ("unstale attempt",),
     "test time: which of several policies": ("unstale route",),
-    "more tasks": ("unstale synthesize",),
+    "more tasks and traces": ("unstale synthesize", "unstale tool-traces"),
     "no labels": ("majority",),
     "another reward": ("flawed_success_penalty", "long_reply_penalty", "tool_bonus"),
     "figures only": ("balance", "proxy", "rollout_figures"),
@@ -514,5 +517,6 @@ COMMANDS: Mapping[str, str] = {
     "unstale attempt": "Attempt each task several times, and choose by votes or by comparisons",
     "unstale route": "Send each task to the policy that probably solves it at the least cost",
     "unstale synthesize": "Let a model write tasks, and keep those whose answers are verified",
+    "unstale tool-traces": "Turn plain reasoning into conversations with tool calls",
 }
 """What the commands in `WISHES` do."""

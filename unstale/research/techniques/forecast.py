@@ -34,8 +34,13 @@ def embed(texts: Sequence[str], *, dimensions: int = DIMENSIONS) -> Array:
         for word, count in counts.items():
             place = crc32(word.encode()) % dimensions
             vectors[row, place] += count * log(1 + len(texts) / shared[word])
+    return normalised(vectors)
+
+
+def normalised(vectors: Array) -> Array:
+    """Return vectors `[n, d]` with length 1. The vector 0 stays as it is."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / np.where(norms > 0, norms, 1.0)
+    return np.asarray(vectors / np.where(norms > 0, norms, 1.0))
 
 
 def weighted_rates(weights: Array, solved: Array, sizes: Array, *, prior: float) -> Array:

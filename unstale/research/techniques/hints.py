@@ -7,8 +7,10 @@ w = `shortest` + (`longest` - `shortest`) D, times a random number from 1 - `noi
 
 A hint is FORCED text. It is trained on where its episode has an advantage above 0, and has no loss
 elsewhere. The baseline of an episode is the mean reward of the group (`joint`), or of the episodes
-with hints, and of those without (`apart`). From ADHint, whose weights by the entropy of hint tokens
-and by the difference of difficulty are left out.
+with hints, and of those without (`apart`). With `gap`, positive advantages of episodes without a
+hint and negative ones of those with a hint are multiplied by 1 + D - D', where 1 - D' is the mean
+reward with hints: what helps the more makes a success without it count more, and a failure with it,
+too. From ADHint; `hint_entropy_weights` has its weights by entropy.
 """
 
 from __future__ import annotations
@@ -63,6 +65,8 @@ class HintsConfig(Section):
     """Share of a hint that may be missing at random. With 1, hints have every length up to w."""
     baseline: Literal["joint", "apart"] = "joint"
     """The episodes whose mean reward is subtracted: all, or those with and those without a hint."""
+    gap: bool = False
+    """Weigh successes without and failures with a hint by what hints change in the mean reward."""
 
     def check_combination(self) -> None:
         if self.shortest > self.longest:
@@ -113,6 +117,7 @@ class Hints:
             for each in group.trajectories:
                 others = self._compared(each, group.finished)
                 advantage = each.reward - fmean(other.reward for other in others)
+                advantage *= self._factor(each, advantage, group)
                 scored.append(ScoredTrajectory(each, of_tokens(each, advantage)))
                 scored += [ScoredTrajectory(branch, (advantage,)) for branch in each.branches]
                 shares.append(_hinted_share(each))
@@ -120,6 +125,16 @@ class Hints:
         context.metrics["hints/episode_share"] = len(hinted) / max(1, len(shares))
         context.metrics["hints/token_share_mean"] = fmean(hinted) if hinted else 0.0
         return scored
+
+    def _factor(self, episode: Trajectory, advantage: float, group: Group) -> float:
+        """Return the factor of an advantage. 1 without `gap`, or if all or none have a hint."""
+        rewards: dict[bool, list[float]] = {True: [], False: []}
+        for each in group.finished:
+            rewards[bool(_hinted_share(each))].append(min(1.0, max(0.0, each.reward)))
+        counts = self._options.gap and rewards[True] and rewards[False]
+        if not counts or bool(_hinted_share(episode)) != (advantage < 0):
+            return 1.0
+        return 1 + fmean(rewards[True]) - fmean(rewards[False])
 
     def _compared(
         self, episode: Trajectory, siblings: Sequence[Trajectory]
@@ -212,6 +227,7 @@ ENTRY = Entry(
     exactness="Sampled tokens after a hint are in their own context, so their D and S are exact. "
     "The loss of hints is weighted imitation, not the gradient of the reward (docs/placed.md). "
     "That tokens with a hint count in the objective changes it, too: it is the success with hints. "
-    "`noise` as a factor, `joint` and the defaults are our own reading.",
+    "`gap` changes the mean advantage of a group from 0. `noise` as a factor, `joint`, the factor "
+    "of `gap` and the defaults are our own reading.",
     evidence="notes",
 )

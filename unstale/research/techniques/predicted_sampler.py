@@ -10,7 +10,8 @@ count more, normalised to length 1. The cosine of two vectors is their product.
 exp((cosine - 1) / width), with the cosine of the vectors of its task and the new one. The mean is
 calibrated: p = sigmoid(logit(mean) / T + b). T and b are fitted by maximum likelihood to the known
 results, each forecast from the others (leave-one-out). From DOTS (arXiv 2506.05316), which has a
-trained encoder instead of words, and tries 256 reference tasks instead of using past groups.
+trained encoder: `encoder` = policy has hidden states instead of words, and `forecast` = model
+learns their weights. DOTS tries 256 `reference` tasks; without them, past groups take their place.
 
 `model`: p is the forecast of a small attention model over the last groups. For a group of n
 episodes, with the vector y of its task and the vector x of the new one, the weight is n exp(s sum_d
@@ -29,25 +30,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from threading import Lock
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from unstale.config.checks import ConfigError, NonNegative, Positive, PositiveInt, Section, Share
+from unstale.config.checks import (
+    ConfigError,
+    Count,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Section,
+    Share,
+)
 from unstale.config.techniques import Entry
 from unstale.research.techniques.forecast import (
     Array,
     calibrated,
     embed,
     fit_calibration,
+    normalised,
     weighted_rates,
 )
 from unstale.research.techniques.success import SuccessShare, successes
 from unstale.research.techniques.value_model import LearnedForecast, Results
-from unstale.techniques.hooks import Draw, DrawContext, Outcome
+from unstale.techniques.hooks import Draw, DrawContext, Outcome, StatesQuery
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +86,15 @@ class PredictedSamplerConfig(Section, SuccessShare):
     """The forecast of success: a mean of past results weighted by common words, or a small model
     that is trained in the run.
     """
+    encoder: Literal["words", "policy"] = "words"
+    """The vector of a text: the counts of its words, or the mean of the hidden states with which
+    the run's first policy reads its end, minus their mean over the pool. With `forecast` = model, a
+    weight of each feature is learned.
+    """
+    reference: Count = 0
+    """Number of reference tasks, drawn once at random. Only their results are used, and every
+    fourth group is on one of them. 0 uses the results of all groups. DOTS has 256.
+    """
     width: Positive = 0.1
     """Difference of the cosine of two texts from 1 at which the weight of a group falls to 1 / e.
     With `model` this is only the initial value.
@@ -90,6 +113,12 @@ class PredictedSamplerConfig(Section, SuccessShare):
     """Only for `model`: number of optimizer steps after each batch, on all last groups."""
 
 
+QUERY = StatesQuery(depth=0.5, tokens=32)
+"""The hidden states of `encoder` = policy: after half of the layers, over the last tokens."""
+REFERENCE_EVERY = 4
+"""Every group whose number is a multiple of this is on a reference task."""
+
+
 class TextSampler(ABC):
     """A technique that draws tasks by forecasts, made from tasks' texts and results of past
     groups.
@@ -98,18 +127,44 @@ class TextSampler(ABC):
     def __init__(self, options: PredictedSamplerConfig) -> None:
         self._options = options
         self._places: dict[str, int] = {}
+        self._texts: Sequence[str] = ()
         self._vectors = np.zeros((0, 0))
+        self._restored = False
+        """True if the vectors are those of a checkpoint."""
+        self._reference: frozenset[str] = frozenset()
         self._groups: deque[tuple[str, float, int]] = deque(maxlen=options.history)
         """The task, number of successes and number of episodes of each of the last groups."""
 
     def read(self, texts: Mapping[str, str]) -> None:
         self._places = {task: place for place, task in enumerate(texts)}
-        self._vectors = embed(list(texts.values()))
+        self._texts = list(texts.values())
+        if not self._restored:
+            self._vectors = embed(self._texts)
+        names = sorted(texts)
+        size = min(self._options.reference, len(names))
+        self._reference = frozenset(Random(len(names)).sample(names, size))
+
+    def read_vectors(self, encode: Callable[[Sequence[str], StatesQuery], Tensor]) -> None:
+        if self._options.encoder == "policy" and not self._restored:
+            found = encode(self._texts, QUERY).double().numpy()
+            self._vectors = normalised(found - found.mean(0))
 
     def draw(self, tasks: Sequence[str], context: DrawContext) -> Draw:
+        if context.number % REFERENCE_EVERY == 0 and (due := self._due(tasks)):
+            return Draw(due)
         distance = np.abs(self.forecast(tasks) - self._options.alpha)
         weights = np.exp((distance.min() - distance) / self._options.tau)
         return Draw(context.random.choices(tasks, weights=weights.tolist())[0])
+
+    def _due(self, tasks: Sequence[str]) -> str:
+        """Return the reference task among `tasks` whose last result is the oldest, or none."""
+        last = {task: place for place, (task, _, _) in enumerate(self._groups)}
+        found = [task for task in tasks if task in self._reference]
+        return min(found, key=lambda task: (last.get(task, -1), task), default="")
+
+    def _is_used(self, outcome: Outcome) -> bool:
+        is_known = not self._reference or outcome.task in self._reference
+        return bool(outcome.rewards) and is_known
 
     def forecast_of(self, task: str) -> float:
         """Return the forecast success rate of a task. Both threads of a run may call this."""
@@ -124,14 +179,22 @@ class TextSampler(ABC):
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
-            if outcome.rewards:
+            if self._is_used(outcome):
                 found = successes("predicted_sampler", outcome.rewards, self._options.success_at)
                 self._groups.append((outcome.task, sum(found), len(found)))
 
     def state(self) -> Mapping[str, Any]:
-        return {"groups": [list(each) for each in self._groups]}
+        state: dict[str, Any] = {"groups": [list(each) for each in self._groups]}
+        if self._options.encoder == "policy":
+            import torch
+
+            state["vectors"] = torch.from_numpy(self._vectors)
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        if "vectors" in state:  # those of the first policy, which the weights have left since
+            self._vectors = np.asarray(state["vectors"].numpy(), dtype=np.float64)
+            self._restored = True
         groups = [(task, float(solved), int(size)) for task, solved, size in state["groups"]]
         self._groups = deque(groups, maxlen=self._options.history)
 
@@ -154,7 +217,7 @@ class ModelSampler(TextSampler):
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         before = list(self._groups)
         super().observe(outcomes)
-        count = sum(bool(outcome.rewards) for outcome in outcomes)
+        count = sum(map(self._is_used, outcomes))
         past = list(self._groups)
         new = past[max(len(past) - count, 0) :]
         self._learned.learn(self._results(new), self._results(before), self._results(past))
@@ -276,7 +339,7 @@ Of the tasks that `model` draws (`tau` 0.05, 16 steps), 0.19 have groups with eq
 forecasts for tasks that were never tried is 0.12 and 0.18 with `words`; if exchanged, 0.23 with
 both. No test repeats the figures of `model` in this paragraph.
 
-It has not been measured on the desks, which have no texts.
+It has not been measured on the desks.
 """
 
 ENTRY = Entry(
@@ -291,10 +354,14 @@ ENTRY = Entry(
     "shows in its words. `model` learns which words show it.",
     measured=_MEASURED,
     exactness="The objective becomes the expectation over the tasks that are drawn, not over the "
-    "pool; no weight corrects it. D and S do not change. Words instead of a trained encoder, past "
-    "groups instead of reference tasks, the mean success as `prior` and Platt's calibration, which "
-    "is an alternative in the code of DOTS, are our own choice. So are the small model, its "
-    "training in the run, and g. V0 trains TabPFN 2.5 in advance, and lets it read 256 results.",
+    "pool; no weight corrects it. D and S do not change. Words, or hidden states of the first "
+    "policy, instead of an encoder that was trained in advance, the place of reference tasks, the "
+    "mean success as `prior` and Platt's calibration, which is an alternative in the code of DOTS, "
+    "are our own choice. So are the small model, its training in the run, and g. V0 trains TabPFN "
+    "2.5 in advance, and lets it read 256 results.",
     requires=frozenset({"pool", "texts"}),
-    fixed={"forecast": "the checkpoint has the state of that forecast"},
+    fixed={
+        "forecast": "the checkpoint has the state of that forecast",
+        "encoder": "the checkpoint has the results of that encoder",
+    },
 )

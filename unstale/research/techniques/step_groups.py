@@ -11,7 +11,8 @@ turn.
 that are exactly 0 are left out. K is `history`. From HGPO.
 `salt`: the mean of A_E over all turns of the group with the same observation, action and next
 observation. From SALT.
-`two_level`: A_E + weight * a, where a compares turns with the same number. From UI-S1.
+`two_level`: A_E + weight * a, where a compares turns with the same number. From UI-S1, with
+`cut_below` 1 and the environment `traces`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from math import sqrt
 from typing import ClassVar, Literal
 
@@ -38,6 +40,7 @@ _READ_BY = {
     "weight": ("gigpo", "two_level"),
     "discount": _RETURNS,
     "std": _RETURNS,
+    "cut_below": _RETURNS,
 }
 
 
@@ -54,6 +57,10 @@ class StepGroupsConfig(Section):
     """Not for `salt`: factor by which the weight of a reward falls for each earlier turn."""
     std: bool = True
     """Not for `salt`: divide by the standard deviation of the compared returns."""
+    cut_below: float | None = None
+    """Not for `salt`: the return of a turn and of earlier ones ends with a turn whose own reward is
+    smaller. None ends none.
+    """
     weight: NonNegative = 1.0
     """Only for `gigpo` and `two_level`: factor of the turn's own advantage, which is added to the
     episode's.
@@ -118,12 +125,24 @@ class StepGroups:
             texts = [numbers.setdefault(text, len(numbers)) for text in _texts(item)]
             seen, done = texts[::2], texts[1::2]
             rewards = turn_rewards(item)
-            values = reward_to_go(rewards, discount=self._options.discount).tolist()
+            values = [
+                value
+                for part in rewards.split(self._parts(item))
+                for value in reward_to_go(part, discount=self._options.discount).tolist()
+            ]
             for turn, (value, advantage) in enumerate(zip(values, _per_turn(each), strict=True)):
                 place = (item.episode, turn)
                 past = tuple(seen[: turn + 1])
                 steps.append(_Step(place, advantage, value, past, done[turn], seen[turn + 1]))
         return steps
+
+    def _parts(self, item: Trajectory) -> list[int]:
+        """Return the numbers of turns of the parts of an episode over which returns are summed."""
+        bound = self._options.cut_below
+        cut = [bound is not None and each < bound for each in item.turn_rewards]
+        ends = [0, *(number for number, is_cut in enumerate(cut, 1) if is_cut)]
+        parts = [end - start for start, end in pairwise(ends)]
+        return [*parts, item.num_turns - ends[-1]]
 
     def _key(self, step: _Step) -> Hashable:
         """Return the key that turns must share to be compared.

@@ -1,25 +1,54 @@
-"""`tree`: episodes that are forked from others of their group, and share their beginning.
+"""`tree`: episodes that are forked from others of their group, or end early.
 
-`turn`: each finished episode is forked before a fixed reply. The place does not depend on how the
-episode went on, so it adds no bias. `unlikely`: each finished episode is forked before its N
-sampled tokens with the lowest `behavior_logp`, which takes the place of the largest entropy. With B
-continuations, M roots become M (1 + B N) episodes (arXiv 2508.11356). These places are chosen when
-the episode is known, which biases the gradient.
+Finished episodes are forked at places of the option `branch`. With B continuations, M episodes
+become M (1 + B N) at N places (ETTRL, arXiv 2508.11356):
+
+`turn`: before a fixed reply.
+`unlikely`: before the N sampled tokens with the lowest `behavior_logp`, for servers.
+`peaks`: before the N tokens whose distribution had the largest entropy.
+
+While episodes run, they wait every `every` tokens of a reply, and at its end, until all of the
+group do. Then they are forked:
+
+`entropy`: before the first token since the last place whose entropy H is above `threshold`.
+`confidence`: at the place, with clip(round(w h (1 - C)), 1, w) branches, w = `continuations` + 1.
+h is the mean H over `threshold`, at most 1, and C the mean probability of the likeliest token. No
+tree gets more than half of the group (ECHO, arXiv 2602.02150).
+`second`: before the first token with p2 > `least` and p1 - p2 < `margin`, the probabilities of the
+two likeliest tokens. The fork begins with the other one, as FORCED text (LATR).
+`tool`: after the first `every` tokens of a reply to a tool, if (u + 0.2 dH)(1 - 0.05 l) >= 0.5. u
+is uniform, dH the mean entropy of these tokens minus that in the first reply, l the number of such
+forks in succession. With `roots` 1, the first episode decides that k sigmoid(-0.5 dH) + 1 of k
+begin anew (AEPO, arXiv 2510.14545).
+`none`: nowhere.
+
+`prune` ends episodes early at these places, without a reward. `mixed` keeps those whose forecasts
+of success have a mean near 1/2, and prunes nothing in 1 of 8 decisions (ARRoL). A forecast is a
+logistic regression on the entropy and log-probability of an episode's first tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from unstale.config.checks import ConfigError, PositiveInt, Range, Section
+from unstale.config.checks import (
+    ConfigError,
+    Count,
+    Positive,
+    PositiveInt,
+    Range,
+    Section,
+    Share,
+)
 from unstale.config.techniques import Entry, chosen, refuse_slots
 from unstale.records import Failure, Fork, Sampled, Trajectory, walk
 from unstale.techniques.hooks import Texts
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
+    from unstale.research.techniques.live_tree import LiveTree
 
 REFUSED = {
     "allocator": "which chooses the number of episodes of a group, too",
@@ -32,28 +61,80 @@ REFUSED = {
 """Slots whose techniques cannot be used with trees, and the reason."""
 
 
+Branch = Literal["turn", "unlikely", "peaks", "entropy", "confidence", "second", "tool", "none"]
+LIVE: Sequence[str] = ("entropy", "confidence", "second", "tool", "none")
+"""The values of `tree.branch` with which episodes are forked or pruned while they run."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeConfig(Section):
-    """Episodes that are forked from others of their group (ETTRL, arXiv 2508.11356)."""
+    """Episodes that are forked from others of their group, or pruned."""
 
     selector: ClassVar[str] = "branch"
-    read_by: ClassVar[Mapping[str, Sequence[str]]] = {"turn": ["turn"], "places": ["unlikely"]}
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = {
+        "turn": ["turn"],
+        "places": ["unlikely", "peaks"],
+        "threshold": ["entropy", "confidence"],
+        "least": ["second"],
+        "margin": ["second"],
+        **dict.fromkeys(("roots", "every", "prune", "spare", "keep", "distance"), LIVE),
+    }
 
-    branch: Literal["turn", "unlikely"] = "turn"
-    """The places of forks: before a reply, or before the tokens that were the least likely."""
+    branch: Branch = "turn"
+    """The places of forks. Of finished episodes: before a reply (`turn`), or before the tokens that
+    were the least likely (`unlikely`) or had the largest entropy (`peaks`). While episodes run:
+    before a token with a large entropy (`entropy`), after tokens with a large entropy and a low
+    confidence (`confidence`), with the other one of two likely tokens (`second`), after the first
+    tokens of a reply to a tool (`tool`), or nowhere (`none`).
+    """
     turn: Annotated[int, Range(2)] = 2
     """Only for `turn`: the number of the reply that the forked episodes sample anew. An episode
     with fewer replies is not forked.
     """
     places: PositiveInt = 3
-    """Only for `unlikely`: the number of places at which each episode is forked."""
+    """Only for `unlikely` and `peaks`: the number of places at which each episode is forked."""
     continuations: PositiveInt = 1
-    """Number of forked episodes at each place."""
+    """Number of forked episodes at each place, for `confidence` the largest number."""
+    every: PositiveInt = 32
+    """Number of tokens of a reply between two decisions; for `tool`, before the only one."""
+    roots: Count = 0
+    """Number of episodes that begin a group. 0 is half of `schedule.group_size`, for `none` all of
+    it. With 1, `tool` computes it from the first episode (AEPO).
+    """
+    threshold: Positive = 1.0
+    """Entropy in nats above which `entropy` forks, and which is full uncertainty for `confidence`.
+    """
+    least: Share = 0.1
+    """Probability of the second likeliest token above which `second` forks."""
+    margin: Share = 0.3
+    """Largest difference of the two likeliest tokens' probabilities at which `second` forks."""
+    prune: Literal["none", "confidence", "similar", "mixed"] = "none"
+    """The episodes that end early, without a reward. `confidence`: those in the lowest quarter of
+    their group's confidences at two successive places. `similar`: forks whose first tokens resemble
+    those of their parent. `mixed`: all but the share `keep` with forecasts of success nearest 1/2.
+    """
+    spare: Share = 0.25
+    """Probability with which such an episode survives, with the weight 1 / probability. 0 prunes
+    all of them, which biases the gradient.
+    """
+    keep: Share = 0.5
+    """Share of the episodes that `mixed` keeps."""
+    distance: Share = 0.4
+    """Edit distance as a share of the tokens below which `similar` prunes a fork."""
 
     @property
     def leaves(self) -> int:
         """The largest number of episodes of one tree, with the one that is forked."""
-        return 1 + self.continuations * (self.places if self.branch == "unlikely" else 1)
+        return 1 + self.continuations * (1 if self.branch == "turn" else self.places)
+
+    @property
+    def is_live(self) -> bool:
+        """True if episodes are forked or pruned while they run."""
+        return self.branch in LIVE
+
+    @property
+    def reads_signals(self) -> bool:
+        return self.is_live or self.branch == "peaks"
 
 
 class Tree:
@@ -81,17 +162,22 @@ class Tree:
         if self._options.branch == "turn":
             wanted = self._options.turn - 1
             return [start for start, _, turn in walk(trunk.pieces) if turn == wanted][:1]
-        logps: list[tuple[float, int]] = []
+        values: list[tuple[float, int]] = []
         for start, piece, _ in walk(trunk.pieces):
             if isinstance(piece, Sampled):
-                logps += [(logp, start + i) for i, logp in enumerate(piece.behavior_logp)]
+                row: Sequence[float] = piece.behavior_logp
+                if self._options.branch == "peaks":
+                    row = [-float(h) for h in piece.signals.entropy] if piece.signals else ()
+                values += [(value, start + i) for i, value in enumerate(row)]
         # A fork before the first token would be an episode with its own beginning.
-        return sorted(at for _, at in sorted(logps[1:])[: self._options.places])
+        return sorted(at for _, at in sorted(values[1:])[: self._options.places])
 
 
 def _check(options: TreeConfig, config: RunConfig) -> None:
     size = config.schedule.group_size
-    if size % options.leaves or size == options.leaves:
+    if options.is_live:
+        _check_live(_complete(options, config), size)
+    elif size % options.leaves or size == options.leaves:
         raise ConfigError(
             f"schedule.group_size must be a multiple of {options.leaves} and at least "
             f"{2 * options.leaves}, got {size}: each tree has {options.leaves} episodes, and a "
@@ -104,6 +190,36 @@ def _check(options: TreeConfig, config: RunConfig) -> None:
         )
     _check_techniques(config)
     check_sequences(config)
+
+
+def _check_live(options: TreeConfig, size: int) -> None:
+    fewest = 1 if options.branch == "tool" else 2
+    if not fewest <= options.roots <= size:
+        raise ConfigError(
+            f"tree.roots must be from {fewest} to schedule.group_size ({size}), got "
+            f"{options.roots}: a tree is compared with the others of its group"
+        )
+    if options.prune == "similar" and options.branch == "none":
+        raise ConfigError(
+            "tree.prune similar compares forks with their parents, and tree.branch none makes no "
+            "forks: set --tree.branch second or entropy"
+        )
+
+
+def _complete(options: TreeConfig, config: RunConfig) -> TreeConfig:
+    if not options.is_live:
+        return options
+    size = config.schedule.group_size
+    half = size if options.branch == "none" else max(2, size // 2)
+    return replace(options, roots=options.roots or half)
+
+
+def _make(options: TreeConfig) -> Tree | LiveTree:
+    if not options.is_live:
+        return Tree(options)
+    from unstale.research.techniques.live_tree import ForecastTree, LiveTree
+
+    return ForecastTree(options) if options.prune == "mixed" else LiveTree(options)
 
 
 def _check_techniques(config: RunConfig) -> None:
@@ -170,42 +286,59 @@ def check_sequences(config: RunConfig, technique: str = "tree") -> None:
         )
 
 
+_PLACES = {
+    "turn": "before reply {turn}, if it has that many",
+    "unlikely": "before each of its {places} least likely tokens (a biased choice)",
+    "peaks": "before each of its {places} tokens with the largest entropy (a biased choice)",
+    "entropy": "while it runs, before a token with an entropy above {threshold:g} nats",
+    "confidence": "while it runs, where entropy is large and confidence low",
+    "second": "while it runs, with the other one of two likely tokens (a biased choice)",
+    "tool": "while it runs, after the first {every} tokens of replies to tools, by their entropy",
+}
+
+
 def _describe(options: TreeConfig) -> str:
-    if options.branch == "turn":
-        place = f"before reply {options.turn}, if it has that many"
-    else:
-        place = f"before each of its {options.places} least likely tokens (a biased choice)"
-    return (
-        f"each episode that begins a tree is forked {place}, into {options.continuations} more at "
-        "each place; a token that several episodes share is trained on once"
-    )
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    told = "no episode is forked"
+    if options.branch != "none":
+        place = _PLACES[options.branch].format(**values)
+        told = f"each episode is forked {place}, into {options.continuations} more at each place"
+    if options.prune != "none":
+        chance = f"each survives with probability {options.spare:g} and the inverse as weight"
+        told += f"; those chosen by `{options.prune}` end early: "
+        told += chance if options.spare else "all of them, which biases the gradient"
+    return f"{told}; a token that several episodes share is trained on once"
 
 
 _MEASURED = """
 The tokens of a tree against those of independent episodes depend on the length of the shared
-beginning. With exact values of all trees of a small problem (three binary tokens), the variance of
-the gradient times its cost is that of independent episodes if the shared beginning costs as much as
-four tokens, and no better below that: trees pay for long beginnings, not by a better gradient. It
-has not been measured on the desks.
+beginning ([measured](trees.md#cost)). With exact values of all trees of a small problem (three
+binary tokens), the variance of the gradient times its cost is that of independent episodes if the
+shared beginning costs as much as four tokens, and no better below that: trees pay for long
+beginnings, not by a better gradient. It has not been measured on the desks.
 """
 
 ENTRY = Entry(
     name="tree",
     slot="strategy",
-    rows=(43,),
-    makes=Tree,
+    rows=(5, 12, 14, 30, 43, 55),
+    makes=_make,
     options=TreeConfig,
     changes=frozenset({"count"}),
     describe=_describe,
     requires=frozenset({"siblings"}),
     check=_check,
-    use="Episodes have a long beginning that is expensive to sample, such as many tool calls. Use "
-    "it with `tree_advantage`.",
+    complete=_complete,
+    signals=lambda options: options.reads_signals,
+    use="Episodes have a long beginning that is expensive to sample, such as many tool calls, or "
+    "most of them show early that they fail. Use it with `tree_advantage`.",
     measured=_MEASURED,
     exactness="A shared token belongs to the episode that sampled it: it has one `behavior_logp`, "
     "one version, one old log-probability and one loss, so D and S do not change. A ratio over "
     "several tokens (units, vetoes, `gspo`, `minpro`) counts it in every episode that has it. KL "
-    "and entropy terms weight a token by 1 / branches at each fork before it. `branch turn` "
-    "does not change the mean of the gradient; `branch unlikely` does (`tree_advantage`). The "
-    "paper takes the tokens with the largest entropy.",
+    "and entropy terms weight a token by 1 / branches at each fork before it, and do not know of "
+    "pruning. With `tree_advantage.rule loo`, `turn`, `entropy`, `confidence`, `tool` and pruning "
+    "with a `spare` above 0 do not change the mean of the gradient, because they look only at "
+    "tokens before the place. `unlikely`, `peaks`, `second` and `spare 0` do, and so does "
+    "`roots 1`, by the number of trees.",
 )

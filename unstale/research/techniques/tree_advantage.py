@@ -9,20 +9,28 @@ is the mean of V over the other branches of the nearest fork above e, or over th
 `pooled`: A(e) = M / N times the sum over the leaves below e of R minus the mean reward of all N
 leaves. `depth`: A(e) = M / n times (V(e) - mean) / deviation, over the n edges at the same number
 of tokens; V is the mean reward of the leaves. That is BranchGRPO's rule.
+
+A leaf that survived a draw of `tree.prune` counts in `loo` by its weight s = 1 / probability, and
+a pruned one by 0: A(e) is w(e) times the mean of s (R - b(e)) over the leaves below e, and V(e) the
+mean of s R. An episode that was pruned without a draw (`tree.spare 0`) is left out. The other rules
+leave out every pruned episode.
+
+BranchGRPO's pruning of gradients changes no episode: tokens of some levels (`kept_depths`), or of
+episodes between the best and the worst one of a group (`kept_leaves`), get the advantage 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import isfinite
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from unstale.config.checks import ConfigError, Section
+from unstale.config.checks import ConfigError, Range, Section
 from unstale.config.techniques import Entry
-from unstale.records import Group, ScoredTrajectory, Trajectory
+from unstale.records import SURVIVAL, Group, ScoredTrajectory, Trajectory
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -38,6 +46,15 @@ class TreeAdvantageConfig(Section):
 
     rule: Literal["loo", "pooled", "depth"] = "loo"
     """The rule by which the advantage of a token is computed. Only `loo` is unbiased."""
+    kept_depths: Annotated[float, Range(above=0, high=1)] = 1.0
+    """Share of the levels of a tree whose tokens are trained on; other tokens have the advantage 0.
+    A level is the tokens with the same number of forks before them. The first level moves on by one
+    with each version of the weights.
+    """
+    kept_leaves: Literal["all", "extremes"] = "all"
+    """`extremes`: after the last fork, only episodes with the highest and the lowest reward of a
+    group are trained on.
+    """
 
 
 @dataclass(slots=True)
@@ -51,14 +68,24 @@ class Edge:
     below: list[Edge] = field(default_factory=list)
     """The edges that begin at the end of this one. Empty for the end of an episode."""
 
+    def over(self, baseline: float) -> float:
+        """Return the mean of (R - baseline) over the leaves below the edge, by their weights.
+
+        Each branch of a fork counts the same. The weight of a leaf is 1, or 1 / probability if it
+        survived a draw, or 0 if the draw pruned it.
+        """
+        if self.below:
+            return fmean(each.over(baseline) for each in self.below)
+        return survival(self.trajectory) * (self.trajectory.reward - baseline)
+
     @property
     def value(self) -> float:
-        """The mean reward of the leaves below the edge. Each branch of a fork counts the same."""
-        return fmean(each.value for each in self.below) if self.below else self.trajectory.reward
+        """The mean reward of the leaves below the edge, by their weights."""
+        return self.over(0.0)
 
     def leaves(self) -> Iterator[Trajectory]:
-        """Yield the episodes that contain the edge."""
-        if not self.below:
+        """Yield the episodes that contain the edge and were not pruned."""
+        if not self.below and self.trajectory.stop != "pruned":
             yield self.trajectory
         for each in self.below:
             yield from each.leaves()
@@ -73,16 +100,19 @@ class Edge:
 def trees(group: Group) -> list[Edge]:
     """Return the first edge of each tree of a group, in the order of the episodes.
 
-    Raises ValueError if an episode was forked from one that is not in the group or did not sample
-    that place itself, or if an episode has a reward that is not finite.
+    An episode that was pruned without a draw is left out, unless others were forked from it. So are
+    forks of a failed episode. Raises ValueError if an episode was forked from one that is not in
+    the group or did not sample that place itself, or if an episode has a reward that is not finite.
     """
     known = {each.episode: each for each in group.finished}
     children: dict[int, list[Trajectory]] = {}
     for each in known.values():
-        if not isfinite(each.reward):
+        if not math.isfinite(each.reward):
             raise ValueError(f"episode {each.episode} of {each.task.key} has reward {each.reward}")
         if each.fork is not None:
             parent = known.get(each.fork.parent)
+            if parent is None and group.failures:
+                continue
             if parent is None or each.fork.at < _place(parent):
                 raise ValueError(
                     f"episode {each.episode} was forked after {each.fork.at} tokens of episode "
@@ -104,22 +134,40 @@ def trees(group: Group) -> list[Edge]:
         below = [edge(trajectory, end, after=True), *(edge(each, end) for each in branches)]
         return Edge(trajectory, start, end, below)
 
-    return [edge(each, 0) for each in known.values() if each.fork is None]
+    roots = [edge(each, 0) for each in known.values() if each.fork is None]
+    return [each for each in roots if _prune(each)]
+
+
+def _prune(edge: Edge) -> bool:
+    """Remove the branches that were pruned without a draw. Return False if none is left."""
+    if not edge.below:
+        return edge.trajectory.stop != "pruned" or SURVIVAL in edge.trajectory.facts
+    edge.below = [each for each in edge.below if _prune(each)]
+    return bool(edge.below)
+
+
+def survival(trajectory: Trajectory) -> float:
+    """Return the weight of an episode: 1 without a draw, 0 if it was pruned."""
+    return trajectory.facts.get(SURVIVAL, float(trajectory.stop != "pruned"))
 
 
 def leaf_weights(group: Group) -> dict[int, float]:
     """Return the weight of each finished episode by number: 1 for one without forks.
 
-    A fork divides the weight equally among its branches, so each tree has the weight 1.
+    A fork divides the weight equally among its branches, so each tree has the weight 1, if no
+    episode was pruned. A pruned one has the weight 0.
     """
 
     def weigh(edge: Edge, weight: float) -> Iterator[tuple[int, float]]:
         if not edge.below:
-            yield edge.trajectory.episode, weight
+            yield edge.trajectory.episode, weight * survival(edge.trajectory)
         for each in edge.below:
             yield from weigh(each, weight / len(edge.below))
 
-    return {episode: weight for root in trees(group) for episode, weight in weigh(root, 1.0)}
+    weights = {each.episode: 0.0 for each in group.finished}
+    return weights | {
+        episode: weight for root in trees(group) for episode, weight in weigh(root, 1.0)
+    }
 
 
 def _place(trajectory: Trajectory) -> int:
@@ -131,19 +179,49 @@ class TreeAdvantage:
     """A technique that computes one advantage for every token of a tree of episodes."""
 
     def __init__(self, options: TreeAdvantageConfig) -> None:
+        self._options = options
         self._rule = RULES[options.rule]
 
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
         scored = []
         for group in groups:
             advantages = {each.episode: [0.0] * len(each) for each in group.finished}
-            for trajectory, start, end, advantage in self._rule(trees(group)):
+            roots = trees(group)
+            for trajectory, start, end, advantage in self._rule(roots):
                 advantages[trajectory.episode][start:end] = [advantage] * (end - start)
+            for edge in self._without_gradient(roots, context.version):
+                hidden = [0.0] * (edge.end - edge.start)
+                advantages[edge.trajectory.episode][edge.start : edge.end] = hidden
             for each in group.trajectories:
                 scored.append(ScoredTrajectory(each, tuple(advantages[each.episode])))
                 whole = (fmean(advantages[each.episode]),)
                 scored += [ScoredTrajectory(branch, whole) for branch in each.branches]
         return scored
+
+    def _without_gradient(self, roots: Sequence[Edge], version: int) -> Iterator[Edge]:
+        """Yield the edges whose gradient is pruned (BranchGRPO)."""
+        levels = levels_of(roots)
+        kept = math.ceil(self._options.kept_depths * len(levels))
+        trained = {(version + number) % len(levels) for number in range(kept)} if levels else {}
+        for number, level in enumerate(levels):
+            if number not in trained:
+                yield from level
+        ends = [each for level in levels for each in level if not each.below]
+        ends = [each for each in ends if each.trajectory.stop != "pruned"]
+        if self._options.kept_leaves == "extremes" and ends:
+            rewards = [each.trajectory.reward for each in ends]
+            bounds = (min(rewards), max(rewards))
+            yield from (each for each in ends if each.trajectory.reward not in bounds)
+
+
+def levels_of(roots: Sequence[Edge]) -> list[list[Edge]]:
+    """Return the edges with the same number of forks before them, by this number."""
+    levels: list[list[Edge]] = []
+    level = list(roots)
+    while level:
+        levels.append(level)
+        level = [below for each in level for below in each.below]
+    return levels
 
 
 Advantages = Iterator[tuple[Trajectory, int, int, float]]
@@ -164,14 +242,14 @@ def _below(edges: Sequence[Edge], weight: float, baseline: float) -> Advantages:
     for number, each in enumerate(edges):
         others = values[:number] + values[number + 1 :]
         b = fmean(others) if others else baseline
-        yield each.trajectory, each.start, each.end, weight * (values[number] - b)
+        yield each.trajectory, each.start, each.end, weight * each.over(b)
         yield from _below(each.below, weight / max(1, len(each.below)), b)
 
 
 def pooled(roots: Sequence[Edge]) -> Advantages:
     """Yield the advantages with which every leaf counts as an independent episode, as in GRPO."""
     rewards = [leaf.reward for root in roots for leaf in root.leaves()]
-    mean = fmean(rewards)
+    mean = fmean(rewards) if rewards else 0.0
     for each in (edge for root in roots for edge in root.edges()):
         total = sum(leaf.reward - mean for leaf in each.leaves())
         yield each.trajectory, each.start, each.end, len(roots) / len(rewards) * total
@@ -179,7 +257,7 @@ def pooled(roots: Sequence[Edge]) -> Advantages:
 
 def depth(roots: Sequence[Edge]) -> Advantages:
     """Yield the advantages that compare the edges at the same number of tokens (BranchGRPO)."""
-    edges = [edge for root in roots for edge in root.edges()]
+    edges = [edge for root in roots for edge in root.edges() if any(edge.leaves())]
     values = [fmean(leaf.reward for leaf in each.leaves()) for each in edges]
     cuts = sorted({place for each in edges for place in (each.start, each.end)})
     for start, end in pairwise(cuts):
@@ -225,6 +303,9 @@ the mean gradient with the true one.
 | `depth` | 0.575 | 0.979 |
 | `loo`, forks of the finished episode at its largest entropy | 0.185 | 0.987 |
 
+With one tree whose leaves are pruned if their second token was unlikely, the bias of `loo` is 0 if
+half of them survive with twice the weight (`tree.spare 0.5`), and 0.721 if none does (`0`).
+
 A bias includes the scale: a cosine near 1 means that the direction is kept. It has not been
 measured on the desks.
 """
@@ -232,7 +313,7 @@ measured on the desks.
 ENTRY = Entry(
     name="tree_advantage",
     slot="estimator",
-    rows=(14, 43),
+    rows=(5, 12, 14, 30, 43, 55),
     makes=TreeAdvantage,
     options=TreeAdvantageConfig,
     changes=frozenset({"advantage"}),
@@ -242,8 +323,8 @@ ENTRY = Entry(
     use="Always with `tree`. The rules `pooled` and `depth` are for comparison with papers.",
     measured=_MEASURED,
     exactness="`loo` does not change the mean of the gradient if the places of forks depend only "
-    "on the tokens before them (`tree.branch turn`) and the divisor of the loss is constant "
-    "(`objective.loss_aggregation constant`). `pooled`, `depth` and `tree.branch unlikely` bias "
-    "it. D and S do not change.",
+    "on the tokens before them ([tree](#tree)) and the divisor of the loss is constant "
+    "(`objective.loss_aggregation constant`). `pooled`, `depth`, `kept_depths` and `kept_leaves` "
+    "bias it. D and S do not change.",
     evidence="own reading",
 )

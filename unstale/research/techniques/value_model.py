@@ -159,12 +159,21 @@ class ValueModel:
         import torch
 
         x, solved, sizes = map(torch.from_numpy, (past.vectors, past.solved, past.sizes))
+        self._fit_size(x.shape[1])
         for _ in range(steps):
             for value in self._weights.values():
                 value.requires_grad_()
             loss = value_loss(self._logits(x, past, own=True), solved, sizes)
             loss = loss + PENALTY * self._weights["words"].square().sum() / sizes.sum()
             self._step(torch.autograd.grad(loss, list(self._weights.values())))
+
+    def _fit_size(self, size: int) -> None:
+        """Give the model a weight for each of `size` features, before it is trained."""
+        import torch
+
+        if len(self._weights["words"]) != size and not self._steps:
+            self._weights["words"] = torch.zeros(size, dtype=torch.float64)
+            self._moments["words"] = torch.zeros(size).double(), torch.zeros(size).double()
 
     def _logits(self, vectors: Tensor, past: Results, *, own: bool) -> Tensor:
         """Return the logits z `[n]` of tasks, computed from past groups.
@@ -174,6 +183,7 @@ class ValueModel:
         """
         import torch
 
+        self._fit_size(vectors.shape[1])
         groups, solved, sizes = map(torch.from_numpy, (past.vectors, past.solved, past.sizes))
         weights = self._weights
         similar = (vectors * weights["words"].exp()) @ groups.T

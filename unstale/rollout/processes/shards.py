@@ -23,7 +23,7 @@ from unstale.records import (
     Sampled,
     Trajectory,
 )
-from unstale.rollout.episode import Rollout, Start
+from unstale.rollout.episode import Rollout
 from unstale.rollout.processes.process import RolloutProcess
 from unstale.rollout.processes.wire import (
     Began,
@@ -46,6 +46,7 @@ from unstale.rollout.processes.wire import (
     read_piece,
     wire_record,
 )
+from unstale.rollout.rounds import Start
 from unstale.rollout.transcript import EpisodeWriter, OpenWriter
 
 MAX_DEATHS = 3

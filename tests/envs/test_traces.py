@@ -1,0 +1,144 @@
+"""Test `traces`: an expert's conversations, patches of wrong steps, and returns that end there."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.groups import TASK
+from tests.techniques.test_retry import context
+from unstale.config import ConfigError, make_task
+from unstale.envs import Message, ToolCall, Turn
+from unstale.envs.registry import build_taskset
+from unstale.records import ContextPiece, Group, Sampled, ScoredTrajectory, Trajectory
+from unstale.research.envs.traces import TraceTasks
+from unstale.research.techniques.step_groups import StepGroups, StepGroupsConfig
+from unstale.testing import check_env
+
+TOOL = {"type": "function", "function": {"name": "press", "parameters": {}}}
+
+
+def pressed(key: str) -> Message:
+    return Message("assistant", "", (ToolCall("press", {"key": key}),))
+
+
+def step(key: str) -> list[dict[str, Any]]:
+    call = {"function": {"name": "press", "arguments": {"key": key}}}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": f"{key} is down"},
+    ]
+
+
+def conversation(number: int = 0) -> dict[str, Any]:
+    """Return a row: an expert presses a, b and c, then says that it is done."""
+    opening = {"role": "user", "content": f"press keys, number {number}"}
+    steps = [each for key in "abc" for each in step(key)]
+    end = {"role": "assistant", "content": "all done"}
+    return {"messages": [opening, *steps, end], "tools": [TOOL]}
+
+
+def tasks(folder: Path, *rows: Any, **options: Any) -> TraceTasks:
+    file = folder / "traces.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows or [conversation()]))
+    made = build_taskset(make_task(f"traces:{file}", **{"held_out_share": 0.0, **options}))
+    assert isinstance(made, TraceTasks)
+    return made
+
+
+def play(made: TraceTasks, *replies: Message) -> list[Turn]:
+    async def episode() -> list[Turn]:
+        env = made.env(next(iter(made.train(0))), 0)
+        turns = [await env.begin()]
+        for reply in replies:
+            turns.append(await env.step(reply))
+        return turns
+
+    return asyncio.run(episode())
+
+
+END = Message("assistant", " all  done ")
+A, B, C = map(pressed, "abc")
+
+
+def test_the_experts_own_replies_are_a_success(tmp_path: Path) -> None:
+    begin, *turns = play(tasks(tmp_path), A, B, C, END)
+    assert begin.messages[0].content == "press keys, number 0"
+    assert [turn.messages[0].content for turn in turns[:3]] == [
+        "a is down",
+        "b is down",
+        "c is down",
+    ]
+    assert [turn.reward for turn in turns] == [1, 1, 1, 1] and turns[-1].done
+    assert turns[-1].rewards == {"success": 1}
+    assert turns[-1].facts == {"progress": 1, "patches": 0, "semi_online": 1}
+
+
+def test_a_wrong_reply_is_patched_with_the_experts_step(tmp_path: Path) -> None:
+    *_, patched, third, last = play(tasks(tmp_path), A, pressed("x"), C, END)
+    assert patched.reward == 0.5, "the right tool"
+    (shown,) = patched.messages
+    assert shown.role == "user" and '["press", {"key": "b"}]' in shown.content
+    assert "b is down" in shown.content
+    assert third.reward == last.reward == 1 and last.rewards == {"success": 0}
+    assert last.facts == {"progress": 0.25, "patches": 1, "semi_online": 0.125}
+
+
+def test_an_episode_ends_at_the_first_wrong_reply_after_its_patches(tmp_path: Path) -> None:
+    wrong = Message("assistant", "no")
+    turns = play(tasks(tmp_path), wrong, wrong, wrong)
+    assert [turn.done for turn in turns] == [False, False, False, True]
+    assert [turn.reward for turn in turns[1:]] == [0, 0, 0] and turns[-1].facts["patches"] == 3
+    assert play(tasks(tmp_path, patches=0), wrong)[-1].done
+
+
+def test_traces_keep_the_contract_of_environments(tmp_path: Path) -> None:
+    made = tasks(tmp_path, *map(conversation, range(40)), held_out_share=0.3)
+    check_env(made)
+    task = made.held_out(1)[0]
+    assert made.tools_of(task) == [TOOL] and made.text(task).startswith("press keys")
+    assert [each.role for each in made.demonstration(task)][-2:] == ["tool", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"role": "user", "content": "hi"}], "begin with a prompt, and have a reply"),
+        ([{"role": "assistant", "content": "hi"}], "begin with a prompt, and have a reply"),
+        ([{"role": "user", "content": "hi"}, *step("a")[:1], *step("b")], "follow each other"),
+    ],
+)
+def test_other_rows_are_refused_by_their_place(
+    tmp_path: Path, messages: Sequence[Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"traces.jsonl, line 1: .*{problem}"):
+        tasks(tmp_path, {"messages": messages})
+
+
+def returns(rewards: Sequence[float], **options: Any) -> tuple[float, ...]:
+    """Return the turn advantages of an episode beside one whose turns have the reward 0."""
+
+    def ended(episode: int, rewards: Sequence[float]) -> Trajectory:
+        pieces = [
+            piece
+            for turn in range(len(rewards))
+            for piece in (ContextPiece((2, turn)), Sampled((5,), (-0.5,), 0))
+        ]
+        return Trajectory(tuple(pieces), {}, "done", TASK, 0, episode, tuple(rewards))
+
+    pair = [ended(1, rewards), ended(2, [0.0] * len(rewards))]
+    settings: dict[str, Any] = {"rule": "two_level", "discount": 0.5, "std": False, **options}
+    found = StepGroups(StepGroupsConfig(**settings)).recredit(
+        [Group(TASK, tuple(pair))], [ScoredTrajectory(each, (0.0,)) for each in pair], context()
+    )
+    return tuple(2 * each for each in found[0].advantage)
+
+
+def test_no_return_crosses_a_patch() -> None:
+    """Without the cut the first step would be paid for what the expert's step led to."""
+    assert returns([1, 0, 1, 1], cut_below=1) == (1, 0, 1.5, 1)
+    assert returns([1, 0, 1, 1]) == (1.375, 0.75, 1.5, 1)
+    assert returns([1, 0.5, 1, 1], cut_below=1) == (1.25, 0.5, 1.5, 1)

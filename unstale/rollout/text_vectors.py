@@ -1,0 +1,40 @@
+"""Vectors of texts, from the hidden states of the policy that read them."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from unstale.envs import Message
+from unstale.envs.chat import Chat
+from unstale.records import Batch, ContextPiece, ScoredTrajectory, Task, Trajectory, collate
+from unstale.techniques.hooks import HiddenStates, StatesQuery
+
+TEXTS_AT_ONCE = 32
+"""Number of texts in a batch."""
+
+
+def text_vectors(
+    texts: Sequence[str],
+    query: StatesQuery,
+    *,
+    states: Callable[[Batch, StatesQuery], HiddenStates],
+    chat: Chat,
+    max_context: int,
+) -> Tensor:
+    """Return the mean hidden state of the end of each text as a prompt, `[n, H]` float32.
+
+    `states` computes hidden states under the current policy. Of a prompt longer than `max_context`
+    tokens, the end is read.
+    """
+    rows = []
+    for at in range(0, len(texts), TEXTS_AT_ONCE):
+        read: list[ScoredTrajectory] = []
+        for text in texts[at : at + TEXTS_AT_ONCE]:
+            prompt = chat.encode_prompt((Message("user", text),))[-max_context:]
+            pieces = (ContextPiece(tuple(prompt)),)
+            task = Task("text", "train", at + len(read))
+            episode = Trajectory(pieces, {}, "done", task, seed=0, episode=task.index)
+            read.append(ScoredTrajectory(episode, (0.0,)))
+        rows.append(states(collate(read), query).prompt)
+    return torch.cat(rows)

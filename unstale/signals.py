@@ -1,0 +1,59 @@
+"""Signals: figures of the distributions from which an engine drew the tokens of a reply.
+
+They are of the distribution of a token before it was drawn. So a rule that reads the signals of a
+token looks only at the tokens before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # environments and the command line import records without torch and numpy
+    import numpy as np
+    from numpy.typing import NDArray
+
+WIDTH = 20
+"""Bytes of the signals of a token: an entropy, two tokens and two log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signals:
+    """The signals of n tokens."""
+
+    entropy: "NDArray[np.float32]"
+    """`[n]`: the entropy of each token's distribution, in nats."""
+    likeliest: "NDArray[np.int32]"
+    """`[n, 2]`: the two most probable tokens, the most probable one first."""
+    logp: "NDArray[np.float32]"
+    """`[n, 2]`: the log-probabilities of these two tokens, in nats."""
+
+    def __len__(self) -> int:
+        return len(self.entropy)
+
+    def at(self, index: Any) -> "Signals":
+        """Return the signals of the tokens of a slice."""
+        return Signals(self.entropy[index], self.likeliest[index], self.logp[index])
+
+    def tobytes(self) -> bytes:
+        return self.entropy.tobytes() + self.likeliest.tobytes() + self.logp.tobytes()
+
+    @classmethod
+    def frombuffer(cls, data: "bytes | bytearray") -> "Signals":
+        """Return signals from the bytes of `tobytes`. Raises ValueError for another length."""
+        import numpy as np
+
+        if len(data) % WIDTH:
+            raise ValueError(f"{len(data)} bytes are no signals, which have {WIDTH} a token")
+        count = len(data) // WIDTH
+        likeliest = np.frombuffer(data, np.int32, 2 * count, 4 * count)
+        logp = np.frombuffer(data, np.float32, 2 * count, 12 * count)
+        entropy = np.frombuffer(data, np.float32, count)
+        return cls(entropy, likeliest.reshape(-1, 2), logp.reshape(-1, 2))
+
+    @classmethod
+    def join(cls, parts: "Sequence[Signals]") -> "Signals":
+        """Return the signals of successive runs of tokens as one. There is at least one run."""
+        import numpy as np
+
+        columns = zip(*((each.entropy, each.likeliest, each.logp) for each in parts), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
