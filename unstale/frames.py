@@ -8,6 +8,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
 PYTHON = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")})
@@ -17,6 +18,8 @@ INSTALLED = (
 )
 _MAX_SOURCE = 120
 _MAX_TEXT = 1200
+_LAST_WORDS = 1 << 18
+"""Number of bytes at the end of a process's output that are searched for the cause of its end."""
 _DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
@@ -98,3 +101,17 @@ def lines_of_dump(dump: str) -> list[str]:
                 lines.append(show_line(file, int(line), function))
                 break
     return list(dict.fromkeys(lines))
+
+
+def last_words(output: IO[bytes]) -> str:
+    """Return the line of code at which a process crashed, or its last line of output.
+
+    The result is the end of a sentence. It is empty if the process has written nothing.
+    """
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - _LAST_WORDS))
+    text = output.read().decode(errors="replace")
+    if lines := lines_of_dump(text):
+        return f" in {lines[-1]}"
+    lines = text.strip().splitlines()
+    return f": {lines[-1]}" if lines else ""

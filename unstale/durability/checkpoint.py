@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unstale.config.names import RENAMED_TECHNIQUES
 from unstale.durability.checkpoint_files import (
     MANIFEST,
     TRAINER,
@@ -67,7 +66,6 @@ VERSIONS = "versions"
 
 _CHECKPOINT_NAME = re.compile(r"step\d+-version(\d+)")
 _VERSION_NAME = re.compile(r"(\d+)\.(?:safetensors|parts)")
-_RENAMED = {f"technique/{old}": f"technique/{new}" for old, new in RENAMED_TECHNIQUES.items()}
 _VERSION_SUFFIXES = (".safetensors", ".parts")
 
 
@@ -185,7 +183,7 @@ class Checkpoints:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore every component from a checkpoint."""
-        states = {_RENAMED.get(name, name): each for name, each in checkpoint.states.items()}
+        states = checkpoint.states
         if states.keys() != self._parts.keys():
             raise CheckpointError(
                 f"the checkpoint has the states {sorted(states)}, "

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from unstale.envs import EnvError
 from unstale.envs.guard import OCCUPANCY, THREAD_S, Line
-from unstale.frames import lines_of_dump
+from unstale.frames import last_words
 from unstale.isolation.wire import MAX_FRAME_BYTES, Row, read_line
 from unstale.records import Task
 from unstale.weights.child_process import Frames, frame
@@ -279,7 +279,7 @@ class Worker:
             return
         is_exit = end.si_code == os.CLD_EXITED
         outcome = f"exit code {end.si_status}" if is_exit else signal.Signals(end.si_status).name
-        self.end(f"a worker process ended with {outcome}{self._during()}{self._last_words()}")
+        self.end(f"a worker process ended with {outcome}{self._during()}{last_words(self._output)}")
 
     def _abort(self) -> None:
         """End a silent worker by SIGABRT, at which Python prints its present line of code."""
@@ -289,7 +289,7 @@ class Worker:
         _wait_for_end(self._process.pid, _ABORT_S)
         self.end(
             f"a worker process gave no sign of life for {limit:.0f} s{self._during()}"
-            f"{self._last_words()}"
+            f"{last_words(self._output)}"
         )
 
     def _is_silent(self) -> bool:
@@ -302,16 +302,6 @@ class Worker:
         calls = [f"{call.method} of {call.task}" for call in self._calls.values()]
         others = f" and {len(calls) - 1} other calls" if calls[1:] else ""
         return f" during {calls[0]}{others}" if calls else ""
-
-    def _last_words(self) -> str:
-        """Return the line of code at which Python crashed, or the worker's last output line."""
-        size = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, size - _READ_BYTES))
-        text = self._output.read().decode(errors="replace")
-        if lines := lines_of_dump(text):
-            return f" in {lines[-1]}"
-        lines = text.strip().splitlines()
-        return f": {lines[-1]}" if lines else ""
 
 
 def _start(options: Row, descriptor: int, output: int) -> "subprocess.Popen[bytes]":

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import msgspec
 
-from unstale.frames import lines_of_dump
+from unstale.frames import last_words
 from unstale.rollout.processes.wire import DECODE_EVENTS, Command, Event, Setup, encode, read_frame
 
 SILENT_S = 60.0
@@ -27,8 +27,6 @@ set.
 """
 _KILL_S = 2.0
 _POLL_S = 0.01
-_LAST_WORDS = 1 << 18
-"""Number of bytes at the end of a process's output that are searched for the cause of its end."""
 
 
 class RolloutProcess:
@@ -110,17 +108,7 @@ class RolloutProcess:
         if code is None:
             return "it closed its connection"
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return f"it ended with {how}{self._last_words()}"
-
-    def _last_words(self) -> str:
-        size = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, size - _LAST_WORDS))
-        text = self._output.read().decode(errors="replace")
-        lines = lines_of_dump(text)
-        if lines:
-            return f" in {lines[-1]}"
-        lines = text.strip().splitlines()
-        return f": {lines[-1]}" if lines else ""
+        return f"it ended with {how}{last_words(self._output)}"
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
