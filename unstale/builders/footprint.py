@@ -270,7 +270,7 @@ def _gathered_weights(policy: Policy, config: RunConfig | None = None) -> float:
         if not apart or ".experts." not in name
     )
     outside = sum(ends.values())
-    num_layers: int = model.config.num_hidden_layers
+    num_layers: int = model.config.get_text_config().num_hidden_layers
     return float(outside + 2 * (total - outside) / num_layers)
 
 
