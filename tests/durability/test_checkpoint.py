@@ -142,14 +142,6 @@ def test_a_run_with_other_parts_is_refused(tmp_path: Path) -> None:
         other.restore(other.load(name))
 
 
-def test_checkpoint_of_an_earlier_run_has_former_names_of_techniques(tmp_path: Path) -> None:
-    name = Checkpoints(tmp_path, {"technique/bins": Part({"a": 1})}).save(Progress(), tiny_policy())
-    part = Part({})
-    present = Checkpoints(tmp_path, {"technique/difficulty_bin_weights": part})
-    present.restore(present.load(name))
-    assert part.held == {"a": 1}
-
-
 @pytest.mark.parametrize(
     "state", [{"a": {1, 2}}, {"a": {(1, 2): 3}}, {"a": {True: 1}}, {"a": b"bytes"}]
 )
