@@ -9,6 +9,7 @@ from rich.table import Table
 from unstale.cli.recipe_options import configure, print_json
 from unstale.cli.verbs import CONFIG, JSON, RECIPE, argument, command
 from unstale.config import ConfigError
+from unstale.config.checks import bounded
 from unstale.durability.console import Console
 
 
@@ -46,11 +47,15 @@ add = command(
     CONFIG,
     argument("saved", nargs="+", type=Path, help="files of `eval --save`, one for each policy"),
     argument(
-        "--costs", nargs="+", type=float, metavar="C", help="the cost of a task, by policy; 1 each"
+        "--costs",
+        nargs="+",
+        type=bounded(float, 1e-9, 1e9),
+        metavar="C",
+        help="the cost of a task, by policy; 1 each",
     ),
     argument(
         "--price",
-        type=float,
+        type=bounded(float, 0, 1e9),
         default=0.0,
         metavar="P",
         help="the success that one unit of cost is worth; default: 0, costs do not count",
