@@ -32,6 +32,8 @@ TESTED = {
     **dict.fromkeys(("calculator", "python"), "contracts/test_envs.py"),
     **dict.fromkeys(("gymnasium", "reasoning-gym", "textarena"), "envs/test_libraries.py"),
     "bfcl": "envs/test_bfcl.py",
+    "chain": "envs/test_chain.py",
+    "traces": "envs/test_traces.py",
     "dataset": "envs/test_dataset.py",
     "desks": "envs/test_mixed_desks.py",
     "openenv": "adapters/test_openenv.py",
