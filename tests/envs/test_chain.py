@@ -1,7 +1,7 @@
 """Test `chain`: tasks of another environment in one episode, with skills and a bonus for them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 import numpy as np
@@ -135,3 +135,10 @@ def test_a_chain_of_a_shipped_environment_is_named_and_others_are_refused() -> N
     assert isinstance(made, ChainTasks) and len(made.tasks_of(task)) == 3
     with pytest.raises(ConfigError, match="tasks of both cannot be chained"):
         ChainTasks(MixedTasks("both", [Doors()]))
+
+    class Combined(Doors):
+        def combine(self, rewards: Mapping[str, float]) -> float:
+            return 0.0
+
+    with pytest.raises(ConfigError, match=r"it has combine\(\), which would not be called"):
+        ChainTasks(Combined())

@@ -315,6 +315,8 @@ def test_a_stage_goes_on_from_the_last_answer_of_a_kept_attempt() -> None:
 
     async def search() -> tuple[list[Trajectory], list[Trajectory]]:
         await engine.start()
+        await engine.load({}, version=0)
+        await engine.resume()
         rollout = Rollout(generator, tasks, RolloutConfig())
         made = Stages(rollout, TASK, 3, stages=2, turns=1)
         first = await made.extend(None, 2, 1)

@@ -21,6 +21,7 @@ from unstale.envs import Message, Turn
 from unstale.records import (
     SURVIVAL,
     ContextPiece,
+    EpisodeRecord,
     Fork,
     Group,
     GroupRequest,
@@ -28,6 +29,7 @@ from unstale.records import (
     Sampled,
     Task,
     Trajectory,
+    first_tokens,
 )
 from unstale.research.techniques import live_tree
 from unstale.research.techniques.live_tree import ForecastTree, LiveTree
@@ -150,7 +152,7 @@ class WordTasks:
         return Turn((), done=True, rewards={"r": self._words.reward[text]})
 
 
-async def one_run(words: Words, options: TreeConfig, size: int, draws: Draws) -> Group:
+async def generator_of(words: Words, draws: Draws) -> Generator:
     def script(tokens: Sequence[int], params: SamplingParams) -> list[int]:
         text = tuple(tokens[PROMPT:])
         reply: list[int] = []
@@ -164,7 +166,11 @@ async def one_run(words: Words, options: TreeConfig, size: int, draws: Draws) ->
     await engine.load({}, version=0)
     await engine.resume()
     chat: Any = WordChat()
-    generator = Generator(engine, chat, EngineConfig(max_completion_tokens=3), signals=True)
+    return Generator(engine, chat, EngineConfig(max_completion_tokens=3), signals=True)
+
+
+async def one_run(words: Words, options: TreeConfig, size: int, draws: Draws) -> Group:
+    generator = await generator_of(words, draws)
     tasks: Any = WordTasks(words)
     request = GroupRequest(0, TASK, 0, 0, sizes=(options.roots,))
     rounds = Rounds(LiveTree(options), request, size, lambda number, row: None)
@@ -231,6 +237,46 @@ def test_forks_at_a_large_entropy_while_episodes_run_do_not_bias_the_gradient() 
     assert found < 1e-6
     places = {each.fork.at - PROMPT for group in groups for each in group.trajectories if each.fork}
     assert len(places) > 1 and 0 not in places
+
+
+def test_an_episode_that_fails_before_its_recorded_places_does_not_end_a_resumed_run() -> None:
+    """Its decisions, and the forks that they began, are repeated without it."""
+    words = Words(0)
+    options = live(branch="entropy", threshold=0.01, continuations=1)
+
+    class Failing(WordTasks):
+        failures = 0
+
+        async def begin(self) -> Turn:
+            if self.failures:
+                self.failures -= 1
+                raise RuntimeError("for once")
+            return await super().begin()
+
+    async def run_twice() -> Group:
+        tasks: Any = Failing(words)
+        generator = await generator_of(words, Draws([]))
+        rows: list[Mapping[str, Any]] = []
+        request = GroupRequest(0, TASK, 0, 0, sizes=(2,))
+        made = Rounds(LiveTree(options), request, 4, lambda number, row: rows.append(row))
+        group = await Rollout(generator, tasks, RolloutConfig()).group(request, size=2, rounds=made)
+        forked = next(number for number, row in enumerate(rows) if row["forks"])
+        pieces = [first_tokens(each.pieces, PROMPT + forked + 1) for each in group.trajectories[:2]]
+        request = replace(
+            request,
+            past=tuple(EpisodeRecord(episode, pieces[episode], None) for episode in (0, 1)),
+            rounds=tuple(rows[: forked + 1]),
+            begun=True,
+        )
+        tasks.failures = 1
+        rollout = Rollout(generator, tasks, RolloutConfig())
+        rollout.restore(2, ())
+        made = Rounds(LiveTree(options), request, 4, lambda number, row: None)
+        return await rollout.group(request, size=2, rounds=made)
+
+    group = asyncio.run(run_twice())
+    assert len(group.failures) == 1 and len(group.trajectories) == 3
+    assert [each.fork is None for each in group.trajectories] == [True, False, False]
 
 
 def least_sure(self: LiveTree, going: Sequence[Leaf]) -> list[Leaf]:

@@ -29,6 +29,11 @@ from unstale.rollout.selection import make_pool
 from unstale.techniques.hooks import CreditContext
 
 
+def test_votes_replace_no_rewards_that_a_search_reads() -> None:
+    with pytest.raises(ConfigError, match="search"):
+        override(RECIPES["calculator"](), {"techniques": "majority search", "selection.pool": 32})
+
+
 def vote(
     *groups: Group, answers: Mapping[int, str], least: float = 0.5
 ) -> tuple[list[list[float]], Mapping[str, float]]:

@@ -29,6 +29,7 @@ from unstale.records import (
 from unstale.research.techniques.balance import Balance, BalanceConfig
 from unstale.research.techniques.tree import Tree, TreeConfig
 from unstale.research.techniques.tree_advantage import TreeAdvantage, TreeAdvantageConfig
+from unstale.rollout.answers import last_reply
 from unstale.signals import Signals
 from unstale.techniques.hooks import CreditContext, Outcome, Techniques
 
@@ -442,3 +443,29 @@ def test_the_first_replies_of_a_group_are_those_that_were_sampled_first() -> Non
     roots = replace(forked(), trajectories=forked().trajectories[:2])
     assert measured == Balance(BalanceConfig()).measure([roots], [roots], CONTEXT)
     assert measured["balance/sampled_mass"] == pytest.approx(math.exp(-0.5))
+
+
+@pytest.mark.parametrize("rule", ["loo", "pooled", "depth"])
+def test_a_group_whose_episodes_were_all_pruned_has_no_advantages(rule: Any) -> None:
+    pieces = (ContextPiece((1,)), Sampled((2,), (-0.1,), 0))
+    pruned = [
+        Trajectory(pieces, {}, "pruned", TASK, 0, episode=number, facts={SURVIVAL: 0.0})
+        for number in range(2)
+    ]
+    advantage = TreeAdvantage(TreeAdvantageConfig(rule=rule))
+    context = CreditContext(0.0, 0, lambda task: task.key)
+    scored = advantage.estimate([Group(TASK, tuple(pruned))], context)
+    assert all(set(each.advantage) == {0.0} for each in scored)
+
+
+def test_the_last_reply_of_an_episode_forked_within_it_is_whole() -> None:
+    class Tokens:
+        def parse(self, tokens: Sequence[int]) -> tuple[int, ...]:
+            return tuple(tokens)
+
+    shared = ContextPiece((7, 8, 4), Provenance.SHARED)
+    forked = Trajectory(
+        (ContextPiece((1,)), shared, Sampled((2, 9), (-0.1, -0.1), 0)), {}, "done", TASK, 0
+    )
+    chat: Any = Tokens()
+    assert last_reply(forked, chat) == (7, 8, 4, 2, 9)

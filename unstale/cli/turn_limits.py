@@ -24,7 +24,8 @@ def learned_limit(run: Path, config: RunConfig) -> TurnLimit:
                 "SELECT episode FROM trajectories ORDER BY episode DESC"
             ):
                 stored = journal.episode(episode)
-                if stored.trajectory.success and stored.group not in limited:
+                is_own = stored.group not in limited and not stored.trajectory.fork
+                if stored.trajectory.success and is_own:
                     turns.append(count_turns(stored.trajectory.pieces))
                 if len(turns) == options.window:
                     break

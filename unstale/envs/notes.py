@@ -31,6 +31,15 @@ class _NotedEnv:
         self.inner = inner
         self._note = note
 
+    @property
+    def replaying(self) -> bool:
+        """Whether simulated delays are left out, if the environment has any."""
+        return bool(getattr(self.inner, "replaying"))  # noqa: B009 - not all have it
+
+    @replaying.setter
+    def replaying(self, value: bool) -> None:
+        setattr(self.inner, "replaying", value)  # noqa: B010 - not all have it
+
     async def begin(self) -> Turn:
         turn: Turn = await call(self.inner.begin)
         *before, last = turn.messages

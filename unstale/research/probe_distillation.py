@@ -296,7 +296,8 @@ def choose_prefixes(journal: JournalReader, number: int, random: Random) -> list
     seen = {True: 0, False: 0}
     for stored in journal.trajectories():
         item = stored.trajectory
-        if item.branches or not item.num_sampled:
+        has_note = item.fork is not None and bool(item.fork.note)
+        if item.branches or not item.num_sampled or has_note or item.stop == "pruned":
             continue
         sample, place = kept[item.success], seen[item.success]
         seen[item.success] += 1

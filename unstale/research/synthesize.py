@@ -396,7 +396,7 @@ def rates_of(run: Path) -> dict[Cell, tuple[int, int]]:
     with Journal.read(run) as journal:
         for stored in journal.trajectories():
             episode = stored.trajectory
-            if episode.task.split == "train":
+            if episode.task.split == "train" and not episode.fork and episode.stop != "pruned":
                 row = data_of(episode.task)
                 cell = Cell(*(str(row[name]) for name in Cell._fields))
                 successes, attempts = counts.get(cell, (0, 0))

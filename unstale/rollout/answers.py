@@ -2,14 +2,13 @@
 
 from unstale.envs import Message, Taskset, task_answer
 from unstale.envs.chat import Chat
-from unstale.records import Trajectory, walk
+from unstale.records import Trajectory, replies
 
 
 def last_reply(episode: Trajectory, chat: Chat) -> Message:
     """Return the last reply of an episode as a message. It is empty if there is none."""
-    turns = [(turn, piece.tokens) for _, piece, turn in walk(episode.pieces) if turn >= 0]
-    last = max((turn for turn, _ in turns), default=-1)
-    return chat.parse([token for turn, tokens in turns if turn == last for token in tokens])
+    said = replies(episode.pieces)  # a fork within a reply shares the beginning of it
+    return chat.parse(said[-1][1] if said else ())
 
 
 class AnswerReader:

@@ -440,7 +440,7 @@ class Rollout:
                 role=next(iter(self.roles), ""),
                 looks=looks,
             )
-            record = None
+            past, record = record, None
             try:
                 trajectory = await _outcome(
                     Attempt(
@@ -462,6 +462,8 @@ class Rollout:
                 for each in (transcript, *transcript.branches):
                     self.on_end(each.episode)
                 return trajectory
+            if looks and past and looks.is_recorded:
+                await looks.repeat(past)  # it failed before the places of its recorded decisions
             decided = looks is not None and looks.visited > 0
             if not decided and transcript.replaying and len(transcript.tokens) >= num_given:
                 transcript.writer.write_restart(

@@ -89,6 +89,11 @@ class Looks:
     weight: float = 1.0
     """The product of 1 / probability over the draws that the episode has survived."""
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if a round before a resume decided about the episode."""
+        return self.rounds.has_decided(self.index)
+
     def left(self, length: int) -> int:
         """Return the number of tokens until the next place of a reply that has `length`."""
         plan = self.rounds.plan
@@ -157,6 +162,10 @@ class Rounds:
         self._waiting: dict[int, asyncio.Future[float]] = {}
         self._results: dict[int, Trajectory | Failure] = {}
         self._tasks: asyncio.TaskGroup | None = None
+
+    def has_decided(self, index: int) -> bool:
+        """Return True if a round before a resume decided about the episode with this index."""
+        return any(index == each for row in self._request.rounds for each, _ in row["factors"])
 
     async def run(self, episode: Episode, roots: int) -> list[Trajectory | Failure]:
         """Run the episodes of the group, and return their results in the order of their start."""

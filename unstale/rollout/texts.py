@@ -49,7 +49,7 @@ class PolicyTexts:
     def words(self, episode: Trajectory) -> str:
         """Return the text of an episode's task, or else its prompt."""
         opening = episode.pieces[0].tokens if episode.pieces else ()
-        return task_text(self._taskset, episode.task) or self.text(opening)
+        return _encodable(task_text(self._taskset, episode.task) or self.text(opening))
 
     def solution(self, task: Task, field: str) -> tuple[int, ...]:
         """Return the tokens of a reply that solves a task, without its end token.

@@ -329,7 +329,9 @@ def recorded_groups(
     groups: dict[int, list[Trajectory]] = defaultdict(list)
     with _open_journal(run) as journal:
         for record in journal.trajectories():
-            groups[record.group].append(record.trajectory)
+            episode = record.trajectory
+            if episode.stop != "pruned" and not (episode.fork and episode.fork.writes):
+                groups[record.group].append(episode)
         ((finished, results),) = journal.rows(RESULTS)
     if not groups:
         raise ConfigError(f"the journal of {run} has no finished episode")

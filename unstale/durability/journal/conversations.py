@@ -39,7 +39,8 @@ SELECT episode, step, env, split, groups.task, stop, rewards, facts,
     (SELECT group_concat(DISTINCT version) FROM pieces
      WHERE pieces.episode = episodes.episode AND version IS NOT NULL AND num_tokens > 0)
 FROM consumed JOIN groups USING (number) JOIN episodes USING (number)
-JOIN trajectories USING (episode)
+JOIN trajectories USING (episode) LEFT JOIN notes USING (episode)
+WHERE coalesce(notes.writes, 0) = 0 AND stop IS NOT 'pruned'
 ORDER BY step, consumed.place, sibling, episode"""
 
 

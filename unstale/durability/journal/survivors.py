@@ -53,7 +53,9 @@ SELECT env, split,
     lengths.tokens, lengths.turns, rewards, facts
 FROM lengths JOIN tried USING (episode) JOIN groups USING (number)
 LEFT JOIN consumed USING (number) LEFT JOIN trajectories USING (episode)
-LEFT JOIN failures USING (episode) LEFT JOIN restarts USING (episode)"""
+LEFT JOIN failures USING (episode) LEFT JOIN restarts USING (episode)
+LEFT JOIN notes USING (episode)
+WHERE coalesce(notes.writes, 0) = 0 AND stop IS NOT 'pruned'"""
 """SQL query with one row for each attempt that has a token. `provenance` (policy or context) is
 stored before the blobs in a row, so SQLite does not read the blobs.
 """

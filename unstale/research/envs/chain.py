@@ -22,9 +22,11 @@ from unstale.config.tasks import EnvSpec, make_task
 from unstale.envs import (
     Closable,
     Env,
+    EnvError,
     ListedTasks,
     Message,
     NumberedTasks,
+    RewardCombiner,
     Taskset,
     Turn,
     implements,
@@ -59,6 +61,12 @@ class ChainTasks:
 
     def __init__(self, inner: Taskset, *, length: int = 2, bonus: float = 0.5) -> None:
         """Create the chains. Raises `ConfigError` unless the other task set numbers its tasks."""
+        name = inner.name
+        if implements(inner, RewardCombiner):
+            raise ConfigError(
+                f"tasks of {name} cannot be chained: it has combine(), which would not be "
+                "called for each of them"
+            )
         if not isinstance(inner, NumberedTasks | ListedTasks):
             raise ConfigError(
                 f"tasks of {inner.name} cannot be chained: its class must be a NumberedTasks or "
@@ -145,6 +153,8 @@ class ChainEnv:
         self._asks = False
         self._skills |= dict(_SKILL.findall(reply.content))
         turn: Turn = await call(self._env.begin)
+        if any(each.images for each in turn.messages):
+            raise EnvError("chain: only the first task of a chain may have pictures")
         texts = [each.content for each in turn.messages]
         if self._skills:
             lines = [f"{name}: {text}" for name, text in self._skills.items()]

@@ -25,6 +25,7 @@ from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from threading import Lock
 from typing import TYPE_CHECKING, Literal
 
 from unstale.config.checks import ConfigError, Count, Section
@@ -105,6 +106,7 @@ class Bus:
         self._identify: Callable[[Task], str] = lambda task: task.key
         self._loaded: dict[str, list[tuple[tuple[int, ...], Text]]] | None = None
         """Prompts and texts of an earlier run's successes by task. None before they were read."""
+        self._reading = Lock()
         self.lost = 0
         """Number of times that the shared folder could not be used."""
 
@@ -126,7 +128,8 @@ class Bus:
         if self._options.when == "failed" and any(map(self._solved, finished)):
             return ()
         start = next(start for start, piece, _ in walk(trunk.pieces) if is_reply(piece))
-        found += self._of_earlier_run(task, tuple(trunk.tokens[:start]))
+        prompt = tuple(trunk.tokens[:start])
+        found += await asyncio.to_thread(self._of_earlier_run, task, prompt)
         random = Random(derive_seed(trunk.seed, "bus"))
         chosen = random.sample(found, min(len(found), self._options.number))
         return [Fork(trunk.episode, start, text) for text in chosen]
@@ -177,8 +180,9 @@ class Bus:
     def _of_earlier_run(self, task: str, prompt: tuple[int, ...]) -> list[Text]:
         if not self._options.load:
             return []
-        if self._loaded is None:
-            self._loaded = self._read(Path(self._options.load))
+        with self._reading:
+            if self._loaded is None:
+                self._loaded = self._read(Path(self._options.load))
         found = self._loaded.get(task, [])
         if found and found[0][0] != prompt:
             raise ConfigError(
@@ -232,7 +236,8 @@ def foreign(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], Text]:
     for piece in pieces:
         if not is_reply(piece):
             if text:
-                text.append(ContextPiece(piece.tokens, piece.provenance))
+                assert isinstance(piece, ContextPiece), "all others are replies"
+                text.append(piece)
             else:
                 prompt += piece.tokens
         elif text and isinstance(text[-1], Placed):

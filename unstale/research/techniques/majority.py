@@ -77,7 +77,7 @@ def _elect(
     """
     votes: dict[str, float] = {}
     for episode, answer in answers.items():
-        if answer:
+        if answer and weights[episode]:
             votes[answer] = votes.get(answer, 0.0) + weights[episode]
     if not votes:
         return "", 0.0

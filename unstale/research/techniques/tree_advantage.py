@@ -249,7 +249,9 @@ def _below(edges: Sequence[Edge], weight: float, baseline: float) -> Advantages:
 def pooled(roots: Sequence[Edge]) -> Advantages:
     """Yield the advantages with which every leaf counts as an independent episode, as in GRPO."""
     rewards = [leaf.reward for root in roots for leaf in root.leaves()]
-    mean = fmean(rewards) if rewards else 0.0
+    if not rewards:  # every leaf was pruned
+        return
+    mean = fmean(rewards)
     for each in (edge for root in roots for edge in root.edges()):
         total = sum(leaf.reward - mean for leaf in each.leaves())
         yield each.trajectory, each.start, each.end, len(roots) / len(rewards) * total
