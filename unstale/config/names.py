@@ -49,10 +49,13 @@ RENAMED = {
     "trainer.steps_per_batch": "trainer.minibatches_per_batch",
 }
 """The former name of each renamed option or section, with its present name."""
+REMOVED = ("old_logps.storage", "old_logps.memory_gb", "old_logps.spill")
+"""Former options that had no influence on the results of a run."""
 
 
 def present_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of an earlier run's `config.json` by their present names.
+    """Return the options of an earlier run's `config.json` by their present names, without removed
+    ones.
 
     `row` and the result have one table per section.
 
@@ -60,6 +63,8 @@ def present_names(row: Mapping[str, Any]) -> dict[str, Any]:
     {'model': 'base', 'eval': {'interval': 5, 'tasks': 8}}
     >>> present_names({"techniques": "replay pick", "technique_options": {"pick": {"n": 4}}})
     {'techniques': 'replay episode_filter', 'technique_options': {'episode_filter': {'n': 4}}}
+    >>> present_names({"old_logps": {"route": "snapshot_old", "spill": False}})
+    {'old_logps': {'route': 'snapshot_old'}}
     """
     renamed = {}
     for name, value in row.items():
@@ -69,9 +74,11 @@ def present_names(row: Mapping[str, Any]) -> dict[str, Any]:
             value = present_names(value)
         elif isinstance(value, dict):
             fields: dict[str, str] = {
-                field: RENAMED.get(f"{name}.{field}", str(field)) for field in value
+                field: RENAMED.get(f"{name}.{field}", str(field))
+                for field in value
+                if f"{name}.{field}" not in REMOVED
             }
-            value = {fields[field].rpartition(".")[2]: each for field, each in value.items()}
+            value = {now.rpartition(".")[2]: value[field] for field, now in fields.items()}
         renamed[RENAMED.get(name, name)] = value
     return renamed
 
