@@ -164,7 +164,7 @@ class RealRollout:
                 config=config,
                 rollout=self.rollout,
                 journal=self.journal,
-                techniques=SimpleNamespace(more=no_more),
+                techniques=SimpleNamespace(more=no_more, rounds=lambda request: None),
             ),
         )
         self._turns = case.turns

@@ -227,7 +227,7 @@ class ScriptedRun:
                 requests=self.tasks.tasks(),
                 queue=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
                 pending=self.pending,
-                techniques=SimpleNamespace(more=no_more),
+                techniques=SimpleNamespace(more=no_more, rounds=lambda request: None),
                 old_logps=OldLogps(),
                 rollout=Rollout(
                     generator, cast(Any, self.tasks), RolloutConfig(), on_piece=self.pending.add

