@@ -645,7 +645,9 @@ def test_serve_takes_its_token_from_where_ps_does_not_show_it(
 
     tokens: list[str] = []
     monkeypatch.setattr(
-        serve, "serve", lambda trained, config, *, token, port: tokens.append(token)
+        serve,
+        "serve",
+        lambda trained, config, *, token, port, limit_turns: tokens.append(token),
     )
     monkeypatch.setenv("UNSTALE_TOKEN", "of the environment")
     with pytest.raises(SystemExit) as end:
@@ -740,7 +742,7 @@ def test_help_and_techniques_fit_80_columns(
     with pytest.raises(SystemExit):
         main.main(["techniques"])
     out = capsys.readouterr().out
-    assert "bin_sizes " in out and "…" not in out and len(out.splitlines()) < 100
+    assert "bin_sizes " in out and "…" not in out and len(out.splitlines()) < 110
 
 
 def test_ranks_that_do_not_divide_the_experts_are_told_of_others() -> None:

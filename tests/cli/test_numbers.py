@@ -100,6 +100,8 @@ def test_no_number_of_the_configuration_is_too_large_to_be_checked() -> None:
             chosen += ["--selection.pool", "64"]  # some techniques need one
         if option.section == "distil":
             chosen += ["--distil.teacher", "start"]
+        if option.section == "bus":
+            chosen += ["--bus.load", "runs/earlier", "--objective.placed", "anchor"]
         if option.section.startswith("tree"):
             chosen[1] = "tree tree_advantage"
         if option.section == "opmd":

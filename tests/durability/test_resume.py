@@ -804,7 +804,6 @@ def changed(**changes: Any) -> RunConfig:
             {"old_logps__route": "interrupt_sync"},
             r"old_logps\.route cannot change from snapshot_old to interrupt_sync",
         ),
-        ({"old_logps__storage": "full"}, r"old_logps\.storage cannot change"),
         ({"trainer__optimizer": "SGD"}, r"trainer\.optimizer cannot change from AdamW to SGD"),
         ({"trainer__dtype": "bfloat16"}, r"trainer\.dtype cannot change"),
         ({"audit__share": 0.1}, r"audit\.share cannot change"),
