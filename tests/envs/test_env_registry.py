@@ -125,9 +125,9 @@ def test_names_and_options_are_known_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     desks = (
         "'delivery', 'desks', 'instore', 'python', 'reasoning-gym', 'retail', 'synthesis', 'tau2', "
-        "'telecom', 'terminal', 'vita'"
+        "'telecom', 'terminal', 'traces', 'vita'"
     )
-    envs_ = f"['airline', 'bfcl', 'calculator', 'dataset', {desks}]"
+    envs_ = f"['airline', 'bfcl', 'calculator', 'chain', 'dataset', {desks}]"
     libraries = "['bfcl', 'gymnasium', 'openenv', "
     assert done.stdout.startswith(f"{envs_} {libraries}") and done.stdout.endswith("False\n")
 
