@@ -216,7 +216,10 @@ def test_process_of_the_tests_cannot_change_the_reward_later() -> None:
 
 @pytest.mark.parametrize("name", ["fork bomb", "planted programs", "trace the first process"])
 def test_attacks_as_an_ordinary_user_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without root, the sandbox has the user of this process."""
+    """Without root, the sandbox has the user of this process.
+
+    A fork bomb that goes on leaves the agent no process for its next command.
+    """
     if os.getuid() or not os.access("/usr/bin/python3", os.X_OK):
         pytest.skip("only root can become another user, which needs a Python that it can read")
     monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
@@ -224,7 +227,7 @@ def test_attacks_as_an_ordinary_user_fail(name: str, monkeypatch: pytest.MonkeyP
     other = {"user": 65_534, "group": 65_534, "extra_groups": []}
     monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, **other))
     read, last = play(task(), ATTACKS[name], "id -u; cat /app/* 2>/dev/null; echo alive")
-    assert SECRET not in "".join(read) and "0\n" in read[1]
+    assert SECRET not in "".join(read) and ("0\n" in read[1] or name == "fork bomb")
     assert dict(last.rewards) == {"reward": 0.0} and last.facts["no_reward"] == 0.0
 
 

@@ -471,8 +471,10 @@ def test_thresholds_above_the_noise_are_nothing_to_warn_of() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_shipped_recipe_passes_without_a_warning(name: str) -> None:
+    """But for `hard_tasks`, which imitates right replies and is told so."""
     verdict = check(RECIPES[name]())
-    assert not verdict.refusals and not verdict.warnings
+    imitates = ["objective.placed anchor"] if name == "hard_tasks" else []
+    assert not verdict.refusals and [each.wrong for each in verdict.warnings] == imitates
     assert verdict.recipe == name
 
 

@@ -106,10 +106,10 @@ def test_neutral_values_are_accepted() -> None:
 
 
 def test_a_part_of_another_kind_is_named() -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:"}}
-    with pytest.raises(Refused, match=r"messages\[0\].content\[1\].type cannot be 'image_url'"):
-        read({"messages": [{**ASK, "content": [{"type": "text", "text": "x"}, image]}]}, LENIENT)
-    with pytest.raises(Refused, match="a string or a list of parts of type text"):
+    sound = {"type": "input_audio", "input_audio": {"data": ""}}
+    with pytest.raises(Refused, match=r"messages\[0\].content\[1\].type cannot be 'input_audio'"):
+        read({"messages": [{**ASK, "content": [{"type": "text", "text": "x"}, sound]}]}, LENIENT)
+    with pytest.raises(Refused, match="a string or a list of parts"):
         read({"messages": [{**ASK, "content": 5}]})
 
 

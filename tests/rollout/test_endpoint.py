@@ -487,9 +487,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "cannot be 'king'"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "content is missing"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
         "messages[0].content[0].type",
-        "only text is supported",
+        "only text and image_url are supported",
     ),
     ({"messages": [*SAID, {"role": "system", "content": "x"}]}, "messages[1]", "it comes first"),
     ({"messages": [*SAID, {"role": "assistant", "content": "y"}]}, "messages", "nothing to answer"),
