@@ -16,6 +16,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import finalize
 
+from unstale.config.files import flush_to_disk
+
 if TYPE_CHECKING:  # environments and the command line import this module without numpy
     from numpy.typing import NDArray
 
@@ -85,9 +87,8 @@ class PictureStore:
         for each in folder.glob(f".*{_END}"):  # left by a crash
             each.unlink()
         old, self.folder = self.folder, folder
-        for digest, number in list(self._numbers.items()):
-            self._digests.clear()
-            del self._numbers[digest]
+        known, self._numbers, self._digests = self._numbers, {}, {}
+        for digest, number in known.items():
             arrays = _load(old / f"{number:08x}{_END}")[1]
             if self.add(digest, arrays) != number:
                 raise PictureError(f"{folder} has another picture with the number {number:08x}")
@@ -121,7 +122,7 @@ class PictureStore:
                             return number
             finally:
                 new.unlink()
-            _flush(self.folder)
+            flush_to_disk(self.folder)
             self._digests[number], self._numbers[digest] = digest, number
             return number
 
@@ -166,7 +167,7 @@ def _save(path: Path, digest: str, arrays: "Arrays") -> None:
 
     whole = {name: np.ascontiguousarray(each) for name, each in arrays.items()}
     save_file(whole, path, metadata={"sha256": digest, "crc": str(_checksum(whole))})
-    _flush(path)
+    flush_to_disk(path)
 
 
 def _load(path: Path) -> "tuple[str, Arrays]":
@@ -189,11 +190,3 @@ def _checksum(arrays: "Arrays") -> int:
     for name in sorted(arrays):
         crc = zlib.crc32(arrays[name].tobytes(), zlib.crc32(name.encode(), crc))
     return crc
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,6 +169,11 @@ LIMIT_TURNS = argument(
 )
 COUNT = bounded(int, 1, 10_000)
 """The type of an argument that is a number of runs or attempts, 1 to 10000."""
+
+
+def options_of(kind: Any, chosen: argparse.Namespace) -> Any:
+    """Return an object of a dataclass whose fields are arguments with the same names."""
+    return kind(**{field.name: getattr(chosen, field.name) for field in fields(kind)})
 
 
 def console_of(chosen: argparse.Namespace) -> Console:

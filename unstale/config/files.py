@@ -1,6 +1,7 @@
-"""Reading of TOML and JSON files from untrusted sources."""
+"""Reading of TOML and JSON files from untrusted sources, and waiting for the disk."""
 
 import json
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,15 @@ MAX_DEPTH = 100
 """Largest nesting depth of a value in a file. Python and templates cannot process much deeper
 values.
 """
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file, or the list of files in a folder, is safe from a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

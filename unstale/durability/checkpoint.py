@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from unstale.config.files import flush_to_disk
 from unstale.durability.checkpoint_files import (
     MANIFEST,
     TRAINER,
@@ -44,7 +45,6 @@ from unstale.durability.checkpoint_shards import (
     write_parts,
 )
 from unstale.durability.journal import JOURNAL, identity
-from unstale.durability.run_folder import flush_to_disk
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.weights.bits import words
 from unstale.weights.codec import advance, all_of, file_parts, loads

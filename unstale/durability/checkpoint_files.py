@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from unstale.durability.run_folder import flush_to_disk
+from unstale.config.files import flush_to_disk
 from unstale.model.sharding import host_copy, is_sharded
 from unstale.weights.bits import words
 from unstale.weights.codec import Encoded, apply, encode, file_of, read_tensors

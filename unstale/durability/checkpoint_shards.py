@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
+from unstale.config.files import flush_to_disk
 from unstale.durability.checkpoint_files import (
     MANIFEST,
     POLICY_PREFIX,
@@ -42,7 +43,6 @@ from unstale.durability.checkpoint_files import (
     write_manifest,
     write_tensors,
 )
-from unstale.durability.run_folder import flush_to_disk
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.sharding import is_sharded, local, part_of, zero_rows
 from unstale.weights.bits import words

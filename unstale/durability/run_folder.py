@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from unstale.config import ConfigError
+from unstale.config.files import flush_to_disk
 from unstale.config.names import present_names
 
 Row = dict[str, Any]
@@ -101,15 +102,6 @@ def dumps(value: Any, indent: int | None = None) -> str:
     """
     text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
     return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the list of files in a folder, is safe from a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_whole(path: Path, text: str, *, durable: bool = False) -> None:

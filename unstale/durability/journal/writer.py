@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Self
 
+from unstale.config.files import flush_to_disk
 from unstale.durability.journal.expert_files import ROUTED_EXPERTS, ExpertFiles
 from unstale.durability.journal.reader import (
     JournalReader,
@@ -49,7 +50,6 @@ from unstale.durability.journal.tables import (
     to_utf8,
 )
 from unstale.durability.journal.token_rows import token_rows
-from unstale.durability.run_folder import flush_to_disk
 from unstale.records import (
     NO_BUDGET,
     Failure,

@@ -13,6 +13,7 @@ from unstale.cli.verbs import (
     argument,
     command,
     console_of,
+    options_of,
 )
 from unstale.config.checks import bounded
 from unstale.durability.console import Console
@@ -25,17 +26,7 @@ def _attempt(chosen: argparse.Namespace) -> int:
     with quick_imports():
         from unstale.research.attempt import AttemptOptions, attempt
 
-    options = AttemptOptions(
-        attempts=chosen.attempts,
-        votes=chosen.votes,
-        group=chosen.group,
-        distil=chosen.distil,
-        plan=chosen.plan,
-        summaries=chosen.summaries,
-        search=chosen.search,
-        beam=chosen.beam,
-        stage_turns=chosen.stage_turns,
-    )
+    options = options_of(AttemptOptions, chosen)
     result = attempt(chosen.trained, config, options, console=console_of(chosen))
     if chosen.json:
         print_json({"task": config.task.env, **result.as_json()})

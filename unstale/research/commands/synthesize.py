@@ -17,6 +17,7 @@ from unstale.cli.verbs import (
     argument,
     command,
     console_of,
+    options_of,
 )
 from unstale.config import ConfigError, RunConfig
 from unstale.config.checks import bounded
@@ -78,8 +79,7 @@ def _make(chosen: argparse.Namespace, config: RunConfig) -> list[dict[str, objec
     )
     from unstale.rollout.writer import PolicyWriter
 
-    names = SynthesisOptions.__dataclass_fields__
-    options = SynthesisOptions(**{name: getattr(chosen, name) for name in names})
+    options = options_of(SynthesisOptions, chosen)
     options.check(writes_itself=not chosen.url)
     plan = load_plan(chosen.plan) if chosen.plan else Plan()
     rates = rates_of(chosen.rates) if chosen.rates else {}

@@ -42,9 +42,9 @@ from unstale.records import (
     Task,
     Trajectory,
     is_reply,
-    walk,
+    replies,
 )
-from unstale.research.techniques.hints import check_number, of_tokens
+from unstale.research.techniques.hints import check_number, complete_number, credited
 from unstale.research.techniques.success import SuccessThreshold
 from unstale.research.techniques.tree import check_sequences
 from unstale.rollout.seeds import derive_seed
@@ -127,7 +127,7 @@ class Bus:
         found = await asyncio.to_thread(self._exchange, task, finished, texts)
         if self._options.when == "failed" and any(map(self._solved, finished)):
             return ()
-        start = next(start for start, piece, _ in walk(trunk.pieces) if is_reply(piece))
+        start = replies(trunk.pieces)[0][0]
         prompt = tuple(trunk.tokens[:start])
         found += await asyncio.to_thread(self._of_earlier_run, task, prompt)
         random = Random(derive_seed(trunk.seed, "bus"))
@@ -145,9 +145,9 @@ class Bus:
         try:
             place.mkdir(parents=True, exist_ok=True)
             for each in finished:
-                replies = [piece for piece in each.pieces if is_reply(piece)]
+                said = [token for _, tokens in replies(each.pieces) for token in tokens]
                 if self._solved(each) and not each.fork and each.num_turns == 1:
-                    text = texts.text([token for piece in replies for token in piece.tokens])
+                    text = texts.text(said)
                     name = f"{self._options.node}.{each.episode % KEPT}.json"
                     self._publish(place / name, task, text)
             return self._others(place, task, texts)
@@ -216,8 +216,7 @@ class Bus:
             mean = fmean(each.reward for each in group.finished) if group.finished else 0.0
             for each in group.trajectories:
                 advantage = each.reward - mean
-                scored.append(ScoredTrajectory(each, of_tokens(each, advantage)))
-                scored += [ScoredTrajectory(branch, (advantage,)) for branch in each.branches]
+                scored += credited(each, advantage)
             number += len(group.trajectories)
             begun += [each for each in group.trajectories if each.fork]
         context.metrics["bus/episode_share"] = len(begun) / max(1, number)
@@ -248,10 +247,6 @@ def foreign(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], Text]:
         return prompt, ()
     text[-1] = replace(text[-1], tokens=text[-1].tokens[:-1])
     return prompt, tuple(text)
-
-
-def _complete(options: BusConfig, config: RunConfig) -> BusConfig:
-    return replace(options, number=options.number or config.schedule.group_size // 2)
 
 
 def _check(options: BusConfig, config: RunConfig) -> None:
@@ -299,7 +294,7 @@ ENTRY = Entry(
     describe=_describe,
     requires=frozenset({"siblings", "rewards"}),
     check=_check,
-    complete=_complete,
+    complete=complete_number,
     use="Tasks always fail here, and other runs, or an earlier one, solved them.",
     measured=_MEASURED,
     exactness="Sampled tokens after foreign text are in their own context, so their D and S are "

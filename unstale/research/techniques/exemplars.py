@@ -18,12 +18,12 @@ from heapq import nlargest
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from unstale.config.checks import ConfigError, Count, PositiveInt, Section
+from unstale.config.checks import Count, PositiveInt, Section
 from unstale.config.techniques import Entry, refuse_slots, require_value
 from unstale.records import Failure, Fork, Group, ScoredTrajectory, Trajectory, replies
-from unstale.research.techniques.hints import check_number
+from unstale.research.techniques.hints import check_number, complete_number
 from unstale.research.techniques.retry import REFUSED
-from unstale.research.techniques.tree import check_sequences
+from unstale.research.techniques.tree import check_sequences, refuse_kept_sets
 from unstale.rewriting import replace_prompt
 from unstale.techniques.hooks import CreditContext, Outcome, Texts
 
@@ -74,13 +74,13 @@ class Exemplars:
 
     def _note(self, attempt: Trajectory, texts: Texts) -> str:
         """Return the examples that are most similar to an attempt's task. Empty without any."""
-        wanted = set(texts.words(attempt).split())
+        words = texts.words(attempt)
+        wanted = set(words.split())
 
         def likeness(example: tuple[str, str]) -> float:
-            words = set(example[0].split())
-            return len(words & wanted) / max(1, len(words | wanted))
+            found = set(example[0].split())
+            return len(found & wanted) / max(1, len(found | wanted))
 
-        words = texts.words(attempt)
         others = [each for each in self._store.values() if each[0] != words]
         best = nlargest(self._options.examples, others[::-1], key=likeness)  # or else the newest
         return "\n\n".join([EXAMPLES, *map("\n".join, best)]) if best else ""
@@ -142,21 +142,13 @@ def _without_note(episode: Trajectory, plain: Sequence[Trajectory]) -> Trajector
     return replace(episode, pieces=replace_prompt(episode.pieces, prompt))
 
 
-def _complete(options: ExemplarsConfig, config: RunConfig) -> ExemplarsConfig:
-    return replace(options, number=options.number or config.schedule.group_size // 2)
-
-
 def _check(options: ExemplarsConfig, config: RunConfig) -> None:
     check_number("exemplars", options.number, config)
     reason = "otherwise the attempts with examples have no loss. Or set exemplars.keep"
     if not options.keep:
         allowed = ["guided", "anchor"]
         require_value("exemplars", "objective.placed", config.objective.placed, allowed, reason)
-    if not options.keep and config.engine.truncated_by:
-        raise ConfigError(
-            f"the technique exemplars cannot be used with {config.engine.truncated_by}: text that "
-            "was drawn from kept sets has no log-probability in another context"
-        )
+        refuse_kept_sets("exemplars", config)
     others = {slot: reason for slot, reason in REFUSED.items() if slot != "allocator"}
     refuse_slots("exemplars", others, config)
     check_sequences(config, "exemplars")
@@ -188,7 +180,7 @@ ENTRY = Entry(
     describe=_describe,
     requires=frozenset({"siblings", "rewards"}),
     check=_check,
-    complete=_complete,
+    complete=complete_number,
     use="Many tasks always fail, others are solved, and the policy can learn from examples in its "
     "prompt. `allocate` then adds plain episodes, by the rewards of plain ones. "
     "`exemplars/plain_success_share` is the success without examples.",

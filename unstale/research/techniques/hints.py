@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from unstale.config.checks import ConfigError, Count, Section, Share
 from unstale.config.techniques import Entry, refuse_slots, require_value
@@ -32,6 +32,7 @@ from unstale.records import (
     ScoredTrajectory,
     Trajectory,
     is_reply,
+    replies,
     walk,
 )
 from unstale.techniques.hooks import CreditContext, Texts
@@ -94,7 +95,7 @@ class Hints:
             return ()
         trunk = finished[0]
         solution = texts.solution(trunk.task, self.solution_field)
-        start = next(start for start, piece, _ in walk(trunk.pieces) if is_reply(piece))
+        start = replies(trunk.pieces)[0][0]
         random = Random(trunk.episode)
         forks: list[Fork | None] = []
         for _ in range(self._options.number):
@@ -118,8 +119,7 @@ class Hints:
                 others = self._compared(each, group.finished)
                 advantage = each.reward - fmean(other.reward for other in others)
                 advantage *= self._factor(each, advantage, group)
-                scored.append(ScoredTrajectory(each, of_tokens(each, advantage)))
-                scored += [ScoredTrajectory(branch, (advantage,)) for branch in each.branches]
+                scored += credited(each, advantage)
                 shares.append(_hinted_share(each))
         hinted = [each for each in shares if each]
         context.metrics["hints/episode_share"] = len(hinted) / max(1, len(shares))
@@ -146,6 +146,12 @@ class Hints:
         return [each for each in siblings if bool(_hinted_share(each)) == hinted]
 
 
+def credited(episode: Trajectory, advantage: float) -> list[ScoredTrajectory]:
+    """Return an episode and its further conversations, with its advantage."""
+    whole = ScoredTrajectory(episode, of_tokens(episode, advantage))
+    return [whole, *(ScoredTrajectory(branch, (advantage,)) for branch in episode.branches)]
+
+
 def of_tokens(episode: Trajectory, advantage: float) -> tuple[float, ...]:
     """Return the advantage of each token: that of the episode, for placed text only if above 0."""
     values = [advantage] * len(episode)
@@ -165,16 +171,17 @@ def check_number(technique: str, number: int, config: RunConfig) -> None:
         )
 
 
+def complete_number(options: Any, config: RunConfig) -> Any:
+    """Return options whose `number` is half of `schedule.group_size` if it was 0."""
+    return replace(options, number=options.number or config.schedule.group_size // 2)
+
+
 def _hinted_share(episode: Trajectory) -> float:
     """Return the share of an episode's reply tokens that are a hint."""
     counts = {True: 0, False: 0}
     for piece in filter(is_reply, episode.pieces):
         counts[isinstance(piece, Placed)] += len(piece.tokens)
     return counts[True] / max(1, sum(counts.values()))
-
-
-def _complete(options: HintsConfig, config: RunConfig) -> HintsConfig:
-    return replace(options, number=options.number or config.schedule.group_size // 2)
 
 
 def _check(options: HintsConfig, config: RunConfig) -> None:
@@ -220,7 +227,7 @@ ENTRY = Entry(
     describe=_describe,
     requires=frozenset({"siblings", "rewards"}),
     check=_check,
-    complete=_complete,
+    complete=complete_number,
     use="Most tasks always fail, and solutions are known. Tasks need a field with a solution, or a "
     "task set with demonstrations.",
     measured=_MEASURED,

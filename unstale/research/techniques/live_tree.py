@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unstale.records import SURVIVAL, Fork, Placed, Provenance, Sampled
+from unstale.research.techniques.forecast import sigmoid
 from unstale.rollout.rounds import reply_spans
 from unstale.techniques.hooks import Decisions, Leaf, LookPlan
 
@@ -244,13 +245,13 @@ class LiveTree:
     def _unsure(self, going: Sequence[Leaf]) -> list[Leaf]:
         """Return the episodes with a confidence below the group's quantile at each last place."""
         every = self._options.every
-        rows = {leaf.index: rows_of(leaf) for leaf in going}
-        low = {index for index, each in rows.items() if len(each) >= LOOKS * every}
+        read = {leaf.index: rows_of(leaf) for leaf in going}
+        rows = {index: each for index, each in read.items() if len(each) >= LOOKS * every}
+        low = set(rows)
         for number in range(LOOKS):
             sure = {
                 index: confidence(each[len(each) - (number + 1) * every :][:every])
                 for index, each in rows.items()
-                if len(each) >= LOOKS * every
             }
             bound = sorted(sure.values())[int(QUANTILE * len(sure))] if sure else 0.0
             low &= {index for index, value in sure.items() if value < bound}
@@ -296,7 +297,7 @@ class ForecastTree(LiveTree):
         self._slopes = np.zeros(3)
 
     def chance(self, leaf: Leaf) -> float:
-        return float(1 / (1 + np.exp(-self._slopes @ self._features(rows_of(leaf)))))
+        return float(sigmoid(self._slopes @ self._features(rows_of(leaf))))
 
     def _features(self, rows: Sequence[Row]) -> list[float]:
         first = rows[: self._options.every]
@@ -314,9 +315,7 @@ class ForecastTree(LiveTree):
                 seen.append([*self._features(rows), float(each.success), weight])
         if context.whole:
             self._seen = seen
-        errors = [
-            (1 / (1 + math.exp(-float(self._slopes @ row[:3]))) - row[3]) ** 2 for row in seen
-        ]
+        errors = [(float(sigmoid(self._slopes @ row[:3])) - row[3]) ** 2 for row in seen]
         return {"tree/forecast_error": fmean(errors)} if errors else {}
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -332,7 +331,7 @@ class ForecastTree(LiveTree):
         x, success, weight = table[:, :3], table[:, 3], table[:, 4]
         slopes = np.zeros(3)
         for _ in range(NEWTON_STEPS):
-            p = 1 / (1 + np.exp(-x @ slopes))
+            p = sigmoid(x @ slopes)
             gradient = x.T @ (weight * (success - p)) - slopes
             curvature = (x * (weight * p * (1 - p))[:, None]).T @ x + np.eye(3)
             slopes += np.linalg.solve(curvature, gradient)

@@ -53,8 +53,8 @@ from unstale.records import (
     replies,
     walk,
 )
-from unstale.research.techniques.hints import check_number, of_tokens
-from unstale.research.techniques.tree import check_sequences
+from unstale.research.techniques.hints import check_number, complete_number, of_tokens
+from unstale.research.techniques.tree import check_sequences, refuse_kept_sets
 from unstale.rewriting import remove_text
 from unstale.techniques.hooks import CreditContext, Texts
 
@@ -431,10 +431,6 @@ def _spliced(attempt: Trajectory, at: int, start: int, stop: int) -> Fork | None
     return Fork(attempt.episode, at, tuple(text))
 
 
-def _complete(options: RetryConfig, config: RunConfig) -> RetryConfig:
-    return replace(options, number=options.number or config.schedule.group_size // 2)
-
-
 def _check(options: RetryConfig, config: RunConfig) -> None:
     check_number("retry", options.number, config)
     placed = {
@@ -446,11 +442,8 @@ def _check(options: RetryConfig, config: RunConfig) -> None:
         allowed = ["anchor", "guided"] if has_source else ["anchor"]
         require_value("retry", "objective.placed", config.objective.placed, allowed, reason)
     refuse_slots("retry", REFUSED, config)
-    if options.rule in ("reflect", "clean") and config.engine.truncated_by:
-        raise ConfigError(
-            f"the technique retry cannot be used with {config.engine.truncated_by}: text that was "
-            "drawn from kept sets has no log-probability in another context"
-        )
+    if options.rule in ("reflect", "clean"):
+        refuse_kept_sets("retry", config)
     check_sequences(config, "retry")
 
 
@@ -499,7 +492,7 @@ ENTRY = Entry(
     describe=_describe,
     requires=frozenset({"siblings", "rewards"}),
     check=_check,
-    complete=_complete,
+    complete=complete_number,
     use="Most episodes of several replies fail at one of them, and the policy (`reflect`) or the "
     "task set (`correct`) can say which. `clean`: calls fail and are repaired. `plan`: the "
     "policy will attempt tasks twice. R3L uses `reflect` with `opmd`.",

@@ -246,6 +246,15 @@ def _check_techniques(config: RunConfig) -> None:
             )
 
 
+def refuse_kept_sets(technique: str, config: RunConfig) -> None:
+    """Raise `ConfigError` if tokens that become REWRITTEN text are drawn from kept sets."""
+    if config.engine.truncated_by:
+        raise ConfigError(
+            f"the technique {technique} cannot be used with {config.engine.truncated_by}: text "
+            "that was drawn from kept sets has no log-probability in another context"
+        )
+
+
 def check_sequences(config: RunConfig, technique: str = "tree") -> None:
     """Refuse what a shared token lacks, or would be counted in several times."""
     objective = config.objective

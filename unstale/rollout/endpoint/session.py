@@ -364,12 +364,8 @@ class AgentSession:
         ).number([0.0] * self.num_replies)
         if replies and self.num_replies + replies > limit:
             self._refuse("max_turns")
-            raise Refused(
-                f"an episode has at most {limit} replies (--rollout.max_turns)"
-                if not self.rollout.turn_limit
-                else f"an episode has at most {limit} replies (--limit-turns)",
-                code="max_turns",
-            )
+            option = "--limit-turns" if self.rollout.turn_limit else "--rollout.max_turns"
+            raise Refused(f"an episode has at most {limit} replies ({option})", code="max_turns")
         self.num_replies += replies
 
     def _claim(self, place: Continuation) -> Transcript:
