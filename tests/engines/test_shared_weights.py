@@ -77,8 +77,10 @@ def test_without_room_in_memory_it_is_on_disk_and_without_any_room_says_so(
 
 
 _PROGRAM = """
-import os, time, torch
+import os, pathlib, time, torch
+from unstale.engines import shared_weights
 from unstale.engines.shared_weights import SharedWeights
+shared_weights.MEMORY = pathlib.Path(os.environ["PLACE"])
 shared = SharedWeights()
 shared.write({"w": torch.ones(3)})
 print(shared.folder, flush=True)
@@ -87,7 +89,11 @@ while not os.path.exists(os.environ["END"]):
 """
 
 
-def test_the_next_process_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_the_next_process_removes_what_a_killed_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A place of its own: in /dev/shm a test in another process may be the next one.
+    monkeypatch.setattr(shared_weights, "MEMORY", tmp_path)
     end = tmp_path / "end"
 
     def folder(process: Forked) -> Path:
@@ -98,7 +104,7 @@ def test_the_next_process_removes_what_a_killed_one_left(tmp_path: Path) -> None
         wait_until(has_written, "the name of the folder")
         return Path(process.output()[0].strip())
 
-    env = {**os.environ, "END": str(end)}
+    env = {**os.environ, "END": str(end), "PLACE": str(tmp_path)}
     with Forked(_PROGRAM, env=env) as killed, Forked(_PROGRAM, env=env) as living:
         left, kept = folder(killed), folder(living)
         killed.kill()
