@@ -56,7 +56,8 @@ class AnswerFormat:
         self.created = int(time.time())
         self.model = model
         self._sent: defaultdict[int, dict[str, str]] = defaultdict(dict)
-        """By the index of a choice, then by the name of its field: the text that was sent so far.
+        """By the index of a choice, then by the name of its field: the text that was sent so
+        far.
         """
 
     def whole(self, choices: list[Choice], request: CompletionRequest) -> Fields:
