@@ -123,7 +123,7 @@ class Turn:
     """
     facts: Mapping[str, float] = field(default_factory=dict)
     """Name -> number for metrics, without effect on the reward. An episode has the facts of all its
-    turns, and of several with one name the last.
+    turns. If several have the same name, the last one counts.
     """
 
     def __post_init__(self) -> None:
@@ -208,7 +208,7 @@ def _number(name: str, value: Any, key: Any = None, *, or_else: str = "", most: 
 class Env(Protocol):
     """The environment of one episode, used only once.
 
-    Its methods may be coroutines. Others run in a thread. Both may raise `EnvError`.
+    `begin` and `step` may be coroutines. Otherwise they run in a thread. They may raise `EnvError`.
     """
 
     def begin(self) -> Awaitable[Turn] | Turn:
@@ -412,9 +412,8 @@ class HasTexts(Protocol):
 
 
 def task_text(taskset: Taskset, task: Task) -> str:
-    """Return the text of a task, such as its question, without an episode of it.
-
-    Empty if the task set has no method `text`.
+    """Return the text of a task, such as its question. Empty if the task set has no method
+    `text`.
     """
     return taskset.text(task) if implements(taskset, HasTexts) else ""
 
@@ -441,7 +440,9 @@ class HasGiveaways(Protocol):
     """A task set that can find its tasks that reward an empty or constant reply."""
 
     def giveaways(self) -> str:
-        """Return a sentence that warns of such tasks. Empty if there are none."""
+        """Return a sentence that warns of tasks that reward an empty or constant reply. Empty if
+        there are none.
+        """
         ...
 
 

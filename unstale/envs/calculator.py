@@ -116,11 +116,10 @@ def _value(node: ast.expr) -> int:
 
 
 def _functions_of(first: int, second: int) -> str:
-    """Return a question which function a pair of numbers means, in an order that depends on the
-    numbers.
+    """Return a text that asks which function a pair of numbers is meant for.
 
-    A small policy copies the function that it reads first. With a fixed order it would never try
-    the other.
+    The order of the functions depends on the numbers. A small policy copies the function that it
+    reads first, so with a fixed order it would never try the other.
     """
     names = sorted(FUNCTIONS, reverse=(first + second) % 2 == 1)
     return " or ".join(f"{name}({first}, {second})" for name in names) + "?"

@@ -38,7 +38,7 @@ Write = Callable[[Sequence[ToolCall]], str]
 
 _TWO_ARGUMENTS = ToolCall(PROBE.name, {**PROBE.arguments, "another": "more"})
 _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
-"""Pattern of the start of a JSON call without a tag."""
+"""Pattern of the start of a tool call that is written as JSON without a tag."""
 _SEPARATOR = re.compile(r"[\s;,]*")
 _BARE_PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 _JSON_WORDS = {"true": True, "false": False, "null": None}

@@ -23,7 +23,9 @@ class DraftEditConfig(TaskConfig):
     Only the edited version is rewarded, and both replies are trained. Empty asks for none.
     """
     score_drafts: bool = False
-    """Also compute the reward of drafts, as the fact `draft_reward`. It changes no other reward."""
+    """Also compute the reward of drafts, and report it as `draft_reward`. It changes no other
+    reward.
+    """
 
     def check_combination(self) -> None:
         super(DraftEditConfig, self).check_combination()
@@ -48,8 +50,8 @@ class DraftEdit:
     `make` returns the inner environment, which must hold nothing that has to be closed. After the
     draft, `request` is sent as user's message, and the next reply goes to the inner environment.
     With `score_draft`, the draft also goes to another environment of the task, unless a tool was
-    called before. The fact `draft_reward` is its reward there, and `edit_gain` what the edit adds
-    to it.
+    called before. The number `draft_reward` is its reward there, and `edit_gain` what the edit adds
+    to it. Both are among the facts of the last turn.
     """
 
     def __init__(self, make: Callable[[], Env], request: str, *, score_draft: bool) -> None:

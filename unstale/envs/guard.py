@@ -45,8 +45,8 @@ ms.
 HELD_S = 7.0
 """Seconds after which user code that blocks the event loop is interrupted."""
 THREAD_S = 60.0
-"""The same limit while the user's code waits for a thread. With a virtual clock, such a wait blocks
-the event loop.
+"""Seconds after which user code is interrupted while it waits for a thread and so blocks the event
+loop, as with a virtual clock.
 """
 IGNORED_S = 3.0
 """Seconds for which user code may ignore interruptions before the process is ended."""

@@ -47,33 +47,35 @@ from unstale.records import Task
 T = TypeVar("T")
 
 MAX_IDLE = 8
-"""Largest number of threads that are kept for later hooks. Starting a thread takes longer than a
-hook.
+"""Largest number of threads that are kept for later calls of hooks (plain methods of user code).
+Starting a thread takes longer than a call.
 """
 QUICK_S = 0.002
-"""Seconds for which the event loop blocks on a hook before it awaits it, unless it awaits another
-one.
+"""Seconds for which the event loop blocks on a hook (a plain method of user code) before it awaits
+it. It does not block if it already awaits another hook.
 
 Most hooks end within microseconds, and an `await` takes five times as much processor time. It also
 lets episodes that start together continue one by one, each with disk writes of its own.
 """
 SLOW_S = 0.5
-"""Seconds for which a hook waits for the hook before it. Quicker hooks run in the order of their
-calls.
+"""Seconds for which a hook (a plain method of user code) waits for the end of the previous one.
+Quicker hooks run in the order of their calls.
 """
 MAX_IDENTITIES = 100_000
-"""Largest number of tasks whose identity is cached. Far fewer are in flight."""
+"""Largest number of tasks whose identity (a name that repetitions share) is cached. Far fewer are
+in flight.
+"""
 _KINDS = (Closable, HasSimulatedDelays, HasWorker, Resumable)
 _idle: list[OwnThread] = []
-"""Threads that wait for another hook."""
+"""Threads that wait for another call of a hook (a plain method of user code)."""
 _unfinished: set[Future[Any]] = set()
-"""Futures of the hooks that the event loop awaits."""
+"""Futures of the calls of hooks (plain methods of user code) that the event loop awaits."""
 os.register_at_fork(after_in_child=_idle.clear)
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 def is_own(value: object) -> bool:
-    """Return True for a task set or environment of this package, whose hooks are quick.
+    """Return True for a task set or environment of this package, whose plain methods are quick.
 
     False for adapters, which run code of libraries, and for external agents, whose tasks are a list
     of the user.
@@ -95,7 +97,7 @@ async def call_hook(
 ) -> T:
     """Call a plain function of a task set or environment, and return its result.
 
-    It runs in `thread`, by default in one of the threads for hooks, which run one after the other.
+    It runs in `thread`, by default in one of a few threads that run such calls one after the other.
     With `on_loop` it runs on the event loop and must be quick. If the caller is cancelled, the
     error has `name` and the line that the function has reached. With a virtual clock, no virtual
     time passes during the call.
@@ -136,7 +138,7 @@ def _is_virtual() -> bool:
 
 
 async def _free_slot() -> asyncio.Semaphore | None:
-    """Wait until no other hook runs, at most `SLOW_S` seconds.
+    """Wait until no other hook (plain method of user code) runs, at most `SLOW_S` seconds.
 
     Return the semaphore to release afterwards, or None after a time-out.
     """
@@ -271,7 +273,8 @@ async def make_env(
 class Identities:
     """A cache of the identities of tasks, which are texts that all repetitions of a task share.
 
-    `find` computes an identity in a thread. A call of this object computes it on the spot.
+    `find` computes an identity in a thread. A call of this object computes it at once, which may
+    block.
     """
 
     def __init__(self, taskset: Taskset) -> None:
@@ -280,7 +283,9 @@ class Identities:
         self._known: dict[Task, str] = {}
 
     async def find(self, task: Task) -> str:
-        """Return the identity of a task. Raises `EnvError` if the task set takes too long."""
+        """Return the name that all repetitions of a task share. Raises `EnvError` if this takes too
+        long.
+        """
         if self._is_own or task in self._known:
             return self(task)
         name = await hook_of(self._taskset, "identity()", task_identity, self._taskset, task)

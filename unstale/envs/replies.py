@@ -45,7 +45,7 @@ class ReplyReader:
     def message(self, text: str) -> Message:
         """Return the message of a whole reply.
 
-        If the reply does not end its reasoning text, this is all in `thoughts`, and the content is
+        If the reply does not end its reasoning text, all of it is in `thoughts`, and the content is
         empty.
         """
         if self._only_thinks(text):

@@ -162,7 +162,9 @@ class Order:
 
 
 def item_of(desk: Desk, order: Order, item_id: str) -> Item:
-    """Return an item of an order. Raises `DeskError` if it is not in the order, or gone."""
+    """Return an item of an order. Raises `DeskError` if the order does not have it, or no
+    longer.
+    """
     gone = {item for item, _ in order.returned + order.exchanged}
     if item_id not in order.items or item_id in gone:
         raise DeskError(f"no item {item_id} in order #{order.id}")
@@ -315,7 +317,9 @@ _WISHES: Mapping[str, tuple[tuple[str, tuple[Status, ...]], ...]] = {
     ),
     "redirect_shipped": (("redirect", ("shipped",)),),
 }
-"""Kind of a request -> (wish, states that the order may have), of which one is drawn."""
+"""Kind of a request -> pairs (what the customer wishes, possible states of the order). One pair and
+one state are drawn.
+"""
 
 _TERMS: Mapping[str, Terms] = {"return": "regular", "return_sale": "sale", "refuse_final": "final"}
 

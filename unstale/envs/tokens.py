@@ -16,7 +16,7 @@ import numpy as np
 
 SEAM = "\ue000"
 """A character that is inserted into a text in a message such as `<|im_end|>`, so that the tokenizer
-does not encode it as a control token. It has no token in the end.
+does not encode it as a control token. It is left out when the text is encoded.
 """
 LONG_REPLY_TOKENS = 4096
 """Number of tokens from which `TextTokens.decode` takes 1 ms or more and should run in a thread."""
@@ -136,9 +136,9 @@ class TextTokens:
 
 
 def text_offsets(tokens: Sequence[bytes]) -> Iterator[int]:
-    """Yield for each token the index of its first character in the text.
+    """Yield for each token the index in the text of the character in which it begins.
 
-    A token that begins inside of a character has the index after that character.
+    Tokens that are parts of one character have the same index.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     place = 0

@@ -29,11 +29,13 @@ class Deadlines:
     _num_released: int = 0
     """Number of batches whose trained weights all engines have loaded."""
     _unfinished: Counter[int] = field(default_factory=Counter)
-    """Deadline -> number of unfinished groups that have it."""
+    """Deadline (number of a batch) -> number of unfinished groups that have it."""
     _newest: dict[int, int] = field(default_factory=dict)
-    """Deadline, in ascending order -> position in the queue of the newest group that has it."""
+    """Deadline (number of a batch), ascending -> position in the queue of the newest group that has
+    it.
+    """
     _own: dict[int, int] = field(default_factory=dict)
-    """Position in the queue of each unfinished group -> deadline of the group."""
+    """Position of an unfinished group in the queue -> its deadline, the number of a batch."""
 
     @property
     def num_unfinished(self) -> int:

@@ -212,8 +212,8 @@ class Rollout:
         that is a context manager.
         """
         self.quarantined: set[str] = set()
-        """Identities of tasks on which an episode failed in every attempt. They get no further
-        episodes.
+        """Identities (names that repetitions share) of tasks on which an episode failed in every
+        attempt. They get no further episodes.
         """
         self._num_episodes = 0
         self._failures = FailureLimit(config.max_failed_share)
@@ -250,8 +250,8 @@ class Rollout:
         Episodes recorded before a resume continue from their record, even if there are more than
         `size`. When all have ended, `more` is called with their results. It returns the start of
         each further episode, until it returns none. With `rounds`, a strategy forks and ends
-        episodes while they run. `more` is then not called, and an episode that has passed a place
-        of decision is not repeated after a failure.
+        episodes while they run. `more` is then not called, and an episode about which the strategy
+        has decided is not repeated after a failure.
 
         All episodes use the same environment seed, and different seeds for sampling. `open_writer`
         gets the number of the group and the episode's index in it, and opens the episode's record
@@ -327,7 +327,9 @@ class Rollout:
         open_writer: OpenWriter,
         start: Start,
     ) -> Trajectory | Failure:
-        """Run the episode with this index in its group. If it fails, quarantine its task."""
+        """Run the episode with this index in its group. If it fails, start no more episodes of its
+        task.
+        """
         outcome = await self._sibling(request, index, record, open_writer, start)
         if isinstance(outcome, Failure):
             await self.quarantine(request.task)
@@ -347,7 +349,8 @@ class Rollout:
     ) -> Coroutine[Any, Any, Trajectory | Failure]:
         """Return a coroutine that runs the episode with this index in its group.
 
-        If the episode has segments, the coroutine first waits for a slot.
+        If the episode has segments, the coroutine first waits until the episode may run
+        (`EpisodeSlots`).
         """
         slot = None
         if self._slots and request.budget.segments:
@@ -416,7 +419,8 @@ class Rollout:
         An episode with a `record` continues from there. If the environment does not repeat the
         recorded text, the episode starts again from its beginning or its fork. This is no failure,
         unless text before the fork differs. `limit` is a technique's limit of turns. Each attempt
-        may use the whole `budget`. An episode that has passed a place of decision is not repeated.
+        may use the whole `budget`. An episode about which a strategy has decided (`Looks`) is not
+        repeated.
         """
         fork, prefix, looks = start
         failures = record.failures if record else 0
@@ -690,7 +694,7 @@ class Rollout:
     ) -> tuple[list[int], bool]:
         """Sample a reply. Return its tokens, and True if the last one is a stop token.
 
-        Pauses in which the episode waits for a slot do not count as waiting for generation.
+        Pauses in which other episodes run do not count as waiting for generation.
         """
         waited_s = budget_use.slot_wait_s
         reply = self.generator.generate(transcript, budget_use=budget_use)

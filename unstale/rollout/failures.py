@@ -31,11 +31,11 @@ class FailureLimit:
         self._num_begun = 0
         self._running: set[int] = set()
         self._window = WINDOW
-        """Number of groups from which the share is computed: `WINDOW`, or the largest number of
-        groups that ran at the same time if that is more.
+        """Number of groups from which the share of failed episodes is computed: `WINDOW`, or the
+        largest number of groups that ran at the same time if that is more.
         """
         self._first = 0
-        """Number of the oldest group from which the share is computed."""
+        """Number of the oldest group from which the share of failed episodes is computed."""
         self._shares: dict[int, float] = {}
         """Number of an ended group, from `_first` on -> share of its episodes that failed."""
 

@@ -137,7 +137,7 @@ class RunHooks:
         )
 
     def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        """Return the batch as the trainer receives it: with lessons, if the run has them."""
+        """Return the batch as the trainer receives it. `give_lessons`, if any, adds to it."""
         return self.give_lessons(batch, groups) if self.give_lessons else batch
 
     def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:

@@ -146,7 +146,8 @@ def _field(data: Mapping[str, Any], name: str, task: Task, option: str) -> Any:
 
 
 def build_lessons(config: RunConfig, taskset: Taskset, chat: Chat) -> Lessons | None:
-    """Return the function that adds lessons to batches.
+    """Return the function that adds to a batch, for each sequence, its teacher and the teacher's
+    text.
 
     Return None if the run has one teacher at most and this teacher reads no further text. Raises
     `ConfigError` if the first task has no teacher, or lacks a field.

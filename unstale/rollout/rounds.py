@@ -63,9 +63,10 @@ def reply_spans(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
 def look_places(
     pieces: Sequence[Piece], plan: LookPlan, fork: Fork | None, *, going: bool
 ) -> Iterator[int]:
-    """Yield the places of decision in an episode, each as the number of tokens before it.
+    """Yield the places of an episode at which a strategy decides, each as the number of tokens
+    before it.
 
-    `plan` says where the places of a reply are, and `fork` is the fork with which the episode
+    `plan` says where in a reply these places are, and `fork` is the fork with which the episode
     began. `going` is True if the last reply is incomplete. The end of a complete reply is its last
     place, unless the plan has only one place per reply and this comes earlier. In the reply that
     contains the fork, the first place from the fork on is left out, because the decision there made
@@ -85,7 +86,7 @@ def look_places(
 
 @dataclass(slots=True)
 class Looks:
-    """The places of decision of one episode."""
+    """The places at which one episode waits for the strategy's decision to go on, fork or end."""
 
     rounds: "Rounds"
     index: int
@@ -103,8 +104,8 @@ class Looks:
         return self.rounds.has_decided(self.index)
 
     def left(self, length: int) -> int:
-        """Return the number of tokens from `length` tokens of a reply to its next place of
-        decision.
+        """Return how many tokens a reply of `length` tokens still has before the next decision
+        about it.
         """
         plan = self.rounds.plan
         if length < plan.first:
@@ -129,9 +130,7 @@ class Looks:
                 raise Pruned
 
     async def repeat(self, record: EpisodeRecord) -> None:
-        """Visit the places of an episode that ended before a resume, so that recorded decisions
-        apply.
-        """
+        """Pass the recorded decisions about an episode that ended before a resume."""
         end = record.outcome
         is_pruned = isinstance(end, Trajectory) and end.stop == "pruned"
         pieces = end.pieces if isinstance(end, Trajectory) else record.pieces
@@ -151,7 +150,7 @@ Episode = Callable[[int, Start], Awaitable[Trajectory | Failure]]
 
 
 class Rounds:
-    """The rounds of decisions about the episodes of one group."""
+    """The rounds in which a strategy decides which episodes of a group to fork or to end."""
 
     def __init__(
         self,
@@ -173,7 +172,9 @@ class Rounds:
         self._number = 0
         self._leaves: dict[int, Leaf] = {}
         self._paths: dict[int, tuple[Piece, ...]] = {}
-        """Index of an episode -> the pieces before its fork, as its parents sampled them."""
+        """Index of an episode -> the tokens before its fork, as the parent episodes sampled
+        them.
+        """
         self._running: set[int] = set()
         self._waiting: dict[int, asyncio.Future[float]] = {}
         self._results: dict[int, Trajectory | Failure] = {}
@@ -240,7 +241,9 @@ class Rounds:
         return await waiting
 
     def _path(self, index: int, fork: Fork | None, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Return an episode's pieces. The part before its fork is as its parents sampled it."""
+        """Return an episode's tokens, with those before its fork as the parent episodes sampled
+        them.
+        """
         skip = fork.at if fork else 0
         own: list[Piece] = []
         for piece in pieces:

@@ -41,7 +41,7 @@ class EpisodeSlots:
         self._order = count()
 
     async def take(self, age: Age) -> None:
-        """Wait for a slot. Episodes get slots in the order of their `age`, oldest first."""
+        """Wait until an episode of this `age` may run. The oldest waiting episode is the next."""
         if self._free:
             self._free -= 1
             return
@@ -122,8 +122,8 @@ class BudgetUse:
     __slots__ = ("_calls", "_segment_calls", "_slot", "_tokens", "budget", "segment")
 
     def __init__(self, budget: EpisodeBudget = NO_BUDGET, slot: EpisodeSlot | None = None) -> None:
-        """Start with an unused budget. Between two segments, the episode gives up `slot` for
-        others.
+        """Start with an unused budget. Between two segments, other episodes may run in this one's
+        `slot`.
         """
         self.budget = budget
         self._slot = slot
@@ -135,7 +135,9 @@ class BudgetUse:
         self._calls = 0
 
     def replay(self, pieces: Sequence[Piece], chat: Chat) -> None:
-        """Count the replies in `pieces`, with which a resumed episode begins."""
+        """Count the tokens and tool calls of the recorded replies with which a resumed episode
+        begins.
+        """
         replies: dict[int, list[int]] = {}
         for _, piece, turn in walk(pieces):
             if isinstance(piece, Sampled):

@@ -62,8 +62,9 @@ async def training_requests(
     """Yield a request for a group of episodes for each training task, in the task set's order.
 
     `start` is the state from which the run continues: tasks up to its place are passed over. Tasks
-    whose identity is in `skipped` get no request, and after `MAX_SKIPPED` of these in a row the
-    requests end. If a task comes again, its request has another seed, so that its episodes differ.
+    whose identity (a name that repetitions share) is in `skipped` get no request, and after
+    `MAX_SKIPPED` of these in a row the requests end. If a task comes again, its request has another
+    seed, so that its episodes differ.
     """
     number = start.admitted
     num_skipped = 0
@@ -93,8 +94,9 @@ def make_pool(
 ) -> dict[str, tuple[int, Task]]:
     """Return the tasks of a pool as identity -> (index in the task set, task).
 
-    They are the first `options.pool` training tasks, or held-out tasks with `options.test_time`.
-    Raises `ConfigError` if two of them are the same, or if the task set has fewer.
+    An identity is a name that repetitions of a task share. The pool has the first `options.pool`
+    training tasks, or held-out tasks with `options.test_time`. Raises `ConfigError` if two of them
+    are the same, or if the task set has fewer.
     """
     identify = identify or Identities(taskset)
     size = options.pool

@@ -19,9 +19,9 @@ from unstale.records import Batch, Group, PendingPiece
 from unstale.rollout.deadlines import Deadlines
 
 TICKET_SHARE = 8
-"""With `adaptive_window`, the number of tickets changes by `groups_per_step` divided by this
-number. A smaller change would adapt too slowly. A larger one would vary the staleness from step to
-step.
+"""With `adaptive_window`, the number of groups that may be started changes by `groups_per_step`
+divided by this number. A smaller change would adapt too slowly. A larger one would vary the
+staleness from step to step.
 """
 
 StartGroup = Callable[[], Awaitable[Group]]
@@ -74,8 +74,8 @@ class StalenessQueue:
         """Finished groups that no batch has taken yet, as (position in the queue, group)."""
         self._ticket_free = asyncio.Event()
         self._ready = asyncio.Event()
-        """Set when the waiting caller of `take` or `take_part` can get `_num_wanted` groups or
-        more.
+        """An event that is set when the waiting caller of `take` or `take_part` can get
+        `_num_wanted` groups or more.
         """
         self._num_wanted = groups_per_step
         self._num_missing = groups_per_step
@@ -88,8 +88,8 @@ class StalenessQueue:
         """
         self._deadlines = Deadlines(self.bound, groups_per_step) if adaptive_window else None
         self._restored_deadlines: Mapping[int, int] = {}
-        """Position -> deadline, for groups with tokens from before a resume and for all older
-        groups.
+        """Position in the queue -> deadline (number of a batch), for groups with tokens from before
+        a resume and for all older groups.
         """
         self._closed = ""
 
@@ -158,7 +158,7 @@ class StalenessQueue:
         self._num_admitted += 1
 
     async def wait_for_ticket(self) -> None:
-        """Wait until a ticket is free, but do not use it."""
+        """Wait until another group may start, but start none."""
         while self._num_live >= self._num_tickets:
             self._ticket_free.clear()
             await self._ticket_free.wait()
@@ -230,10 +230,11 @@ class StalenessQueue:
         return await self._take(missing, missing=missing)
 
     def leave_out(self, count: int) -> None:
-        """Free the tickets of `count` taken groups on which no step will be trained.
+        """Let as many groups start as were taken (`count`) although no step will be trained on
+        them.
 
-        The batch then takes as many other groups. The staleness bound still holds, because the new
-        groups come after all others in the queue. Not for a queue with `adaptive_window`.
+        The batch then takes other groups in their place. The staleness bound still holds, because
+        the new groups come after all others in the queue. Not for a queue with `adaptive_window`.
         """
         self._num_live -= count
         self._num_unreleased -= count
@@ -273,7 +274,8 @@ class StalenessQueue:
         return [group for _, group in taken]
 
     def _adapt_tickets(self) -> None:
-        """Change the number of tickets, depending on what the last caller waited for.
+        """Change the number of tickets (groups that may be started), by what the last caller waited
+        for.
 
         Fewer tickets leave places in batches free, so that more finished groups may be taken before
         older unfinished ones. The tickets always suffice for two batches.
@@ -304,7 +306,7 @@ class StalenessQueue:
             )
 
     def release(self) -> None:
-        """Free the tickets of the oldest taken batch.
+        """Let as many groups start as the oldest taken batch has.
 
         Call it when every engine has the weights that were trained on this batch.
         """
@@ -349,22 +351,22 @@ class PendingPieces:
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[PendingPiece]]] = {}
         self.changed = asyncio.Event()
-        """Set when an episode ends, and when no engine samples with a version any more. A caller
-        must clear it before waiting for it.
+        """An event that is set when an episode ends, and when no engine samples with a version any
+        more. A caller must clear it before waiting for it.
         """
 
     def add(self, piece: PendingPiece) -> None:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
 
     def end(self, episode: int) -> list[PendingPiece]:
-        """Return all pieces of an episode that has ended, and set the event `changed`."""
+        """Return all sampled tokens of an episode that has ended, and set the event `changed`."""
         self.changed.set()
         return [
             piece for of_version in self._pieces.values() for piece in of_version.get(episode, ())
         ]
 
     def discard(self, episodes: Collection[int]) -> None:
-        """Remove the pieces of episodes that were trained on or have failed."""
+        """Remove the tokens of episodes that were trained on or have failed."""
         for version in self.versions:
             by_episode = self._pieces[version]
             for episode in episodes:
@@ -374,18 +376,18 @@ class PendingPieces:
 
     @property
     def versions(self) -> frozenset[int]:
-        """The versions that sampled these pieces."""
+        """The versions that sampled tokens on which no batch was trained yet."""
         return frozenset(self._pieces)
 
     def before(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the pieces that versions before `version` sampled, except those of `excluding`
+        """Return the tokens that versions before `version` sampled, except those of `excluding`
         episodes.
         """
         earlier = sorted(each for each in self._pieces if each < version)
         return [piece for each in earlier for piece in self.of_version(each, excluding=excluding)]
 
     def of_version(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the pieces that one version sampled, except those of `excluding` episodes."""
+        """Return the tokens that this version sampled, except those of `excluding` episodes."""
         excluded = frozenset(excluding)
         by_episode = self._pieces.get(version, {})
         return [

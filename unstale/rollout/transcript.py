@@ -50,7 +50,7 @@ class EpisodeWriter(Protocol):
 OpenWriter = Callable[..., EpisodeWriter]
 """A function that opens the journal's record of an attempt. It gets the arguments `episode` and
 `seed`, and `again`, which is True if the journal already has this attempt. For a forked episode it
-also gets `fork`, and as `prefix` the pieces before the fork, which it writes at once. For a
+also gets `fork`, and as `prefix` the tokens before the fork, which it writes at once. For a
 conversation with a role it gets `role`.
 """
 
@@ -128,12 +128,12 @@ class Transcript:
         self._open_writer = open_writer
         self._on_piece = on_piece
         self._recorded = [*record.pieces] if record else [*prefix]
-        """Pieces of the record that have not been replayed yet."""
+        """Recorded tokens that have not been replayed yet."""
         self._snapshot = record.snapshot if record else None
         self._has_outcome = record is not None and record.outcome is not None
         self._opens_at_reply = is_branch and record is None
-        """True for a new branch before its first reply. The journal gets no record of it until
-        then.
+        """True for a new branch (conversation) before its first reply. The journal gets no record
+        of it until then.
         """
         if not self._opens_at_reply:
             self._open(again=record is not None)
@@ -173,7 +173,7 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """True while the attempt or one of its branches still replays its record from before a
+        """True while the attempt, or another conversation of it, replays its record from before a
         resume.
         """
         return bool(self._recorded) or any(branch.replaying for branch in self.branches)
@@ -189,7 +189,7 @@ class Transcript:
 
     @property
     def all_pieces(self) -> list[Piece]:
-        """The pieces so far, followed by the recorded pieces that have not been replayed yet."""
+        """The tokens so far, followed by the recorded tokens that have not been replayed yet."""
         return [*self.pieces, *self._recorded]
 
     async def restore_snapshot(self, caller: EnvCaller) -> tuple[Turn, list[float]] | None:
@@ -243,7 +243,7 @@ class Transcript:
         self._replay()
 
     def replay_reply(self) -> Iterator[Piece]:
-        """Yield the recorded pieces of the next reply, and add each to the transcript.
+        """Yield the recorded parts of the next reply, and add each to the transcript.
 
         There are several if several versions sampled the reply, or if the episode was forked within
         it.
@@ -253,7 +253,7 @@ class Transcript:
             yield piece
 
     def require_replayed(self) -> None:
-        """Raise `NotReplayed` if a part of the record has not been replayed."""
+        """Raise `NotReplayed` if the resumed attempt has not repeated its whole record."""
         if self._recorded:
             raise NotReplayed(f"{len(self._recorded)} recorded pieces were not requested")
 
@@ -278,7 +278,7 @@ class Transcript:
         return self.looks.facts() if self.looks else {}
 
     def append(self, piece: Piece) -> None:
-        """Write a new piece to the journal, then add it to the transcript."""
+        """Write new tokens to the journal, then add them to the transcript."""
         if isinstance(piece, Sampled):
             piece = link_experts(piece, self.pieces)
         if self._opens_at_reply and isinstance(piece, Sampled):

@@ -20,7 +20,9 @@ the customer's email, other calls are errors (except with `Domain.earlier_replie
 Call = tuple[str, dict[str, str]]
 """A tool call: (name, arguments)."""
 Step = str | Call
-"""One step of the scripted expert: a tool call, or the kind of a fact that it asks for."""
+"""One step of the scripted expert: a tool call, or the kind of fact that it asks the customer
+for.
+"""
 Ignores = Callable[[str], bool]
 """A function of a rule's name that returns True if the expert breaks this rule."""
 
@@ -38,8 +40,8 @@ class Fact:
     terse: tuple[str, ...]
     """The customer's answers at level 1. One is drawn, and `{}` is replaced by the fact."""
     free: tuple[str, ...]
-    """The answers at levels 2 and 3, in freer words. One is drawn, and `{}` is replaced by the
-    fact.
+    """The customer's answers at levels 2 and 3, in freer words. One is drawn, and `{}` is replaced
+    by the fact.
     """
 
 
@@ -112,8 +114,8 @@ class Domain:
     tools: Toolbox
     """The desk's tools. `get_<case>` must be one of them and return the record of a case."""
     kinds: Mapping[str, float]
-    """Kind of a request -> its share of all requests. The kind named like the special account means
-    that the customer has this account, so that the case must be handed over.
+    """Kind of a request -> its share of all requests. A kind with the name of the special account
+    (see `accounts`) means that the customer has this account, so that the case must be handed over.
     """
     handed_over: tuple[str, ...]
     """Kinds of requests whose case must be handed to a human, besides those of special accounts.

@@ -125,8 +125,8 @@ class Holder:
         return {}
 
     def seal(self, request: Row, payload: bytes) -> dict[str, Any]:
-        """End the build, and make the root read-only except for folders that are not the
-        system's.
+        """End the build, and make the root read-only, except for folders that do not belong to the
+        system.
         """
         self.end(request, payload)
         system = {*_SYSTEM, *(target.split("/")[1] for _, target in self._options["binds"])}

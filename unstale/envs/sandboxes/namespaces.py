@@ -34,7 +34,9 @@ from unstale.envs.sandboxes.runtime import (
 _POOL = ThreadPoolExecutor(256, thread_name_prefix="terminal")
 """Threads that wait for answers of sandboxes."""
 _STARTERS = ThreadPoolExecutor(2, thread_name_prefix="terminal-start")
-"""Threads that start and end holders, few so that they do not delay the event loop."""
+"""Threads that start and end the sandboxes' processes, few so that they do not delay the event
+loop.
+"""
 _BOUND = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _BOUND_ETC = ("/etc/alternatives", "/etc/ld.so.cache")
 _PYTHON = "/python"
@@ -84,7 +86,7 @@ class NamespaceRuntime:
 
 
 class NamespaceSandbox:
-    """One sandbox. The holder carries out its requests one by one."""
+    """One sandbox. A separate process (`holder.py`) carries out its requests one by one."""
 
     def __init__(self, task: TerminalTask) -> None:
         self._task = task
@@ -176,7 +178,10 @@ class NamespaceSandbox:
         await self._ask(op, payload, files=rows, folders=list(folders))
 
     async def _ask(self, op: str, payload: bytes = b"", **fields: Any) -> dict[str, Any]:
-        """Send a request and return the holder's answer. Raises `EnvError` if the request fails."""
+        """Send a request to the process that holds the sandbox, and return its answer.
+
+        Raises `EnvError` if the request fails.
+        """
         request = json.dumps({"op": op, **fields, "size": len(payload)})
         return await self._in(_POOL, self._exchange, request.encode() + b"\n" + payload)
 

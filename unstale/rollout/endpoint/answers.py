@@ -42,7 +42,9 @@ class AnswerFormat:
     kinds = ("text_completion", "text_completion")
     """Values of OpenAI's field `object`: in a whole answer, and in each event of a stream."""
     opening: ClassVar[Fields] = {}
-    """Fields of the first event of each choice in a stream. Empty if there is no such event."""
+    """Fields with which a stream begins each of the answers asked for (choices). Empty for no such
+    event.
+    """
     logprobs_of = staticmethod(wire.text_logprobs)
     last = "[DONE]"
     """Data of the event that ends a stream. Empty if there is no such event."""
@@ -55,7 +57,7 @@ class AnswerFormat:
         self.created = int(time.time())
         self.model = model
         self._sent: defaultdict[int, dict[str, str]] = defaultdict(dict)
-        """Index of a choice -> name of a field -> text that the stream has sent in this field."""
+        """Index of an answer -> name of a field -> text that the stream has sent in this field."""
 
     def whole(self, choices: list[Choice], request: CompletionRequest) -> Fields:
         """Return the answer to a request without streaming."""
@@ -81,7 +83,7 @@ class AnswerFormat:
     def grow(self, index: int, text: str, request: CompletionRequest) -> Iterator[Fields]:
         """Yield an event for each content field of which more text can be sent.
 
-        `text` is the whole text so far of the choice `index`.
+        `text` is the whole text so far of the answer number `index` among those asked for.
         """
         sent = self._sent[index]
         for name, known in self.final_text(text, request).items():
@@ -120,9 +122,9 @@ class AnswerFormat:
     def choice(
         self, index: int, content: Fields, end: Fields | None = None, *, streamed: bool
     ) -> Fields:
-        """Return one choice of an answer, or the part of a streamed choice that adds `content`.
+        """Return one of the answers asked for, or the part of a streamed one that adds `content`.
 
-        `end` has the fields that only the last part of a choice has (see `end_of`).
+        `end` has the fields that only the last part of an answer has (see `end_of`).
         """
         return {"index": index, "text": "", **content, **(end or _NO_END)}
 
@@ -130,7 +132,7 @@ class AnswerFormat:
         return {"text": choice.message.message.content}
 
     def end_of(self, choice: Choice, *, logprobs: bool) -> Fields:
-        """Return the fields of a choice that follow its content, such as `finish_reason`."""
+        """Return the fields that follow the content of an answer, such as `finish_reason`."""
         return {
             "finish_reason": choice.finish,
             "logprobs": self.logprobs_of(choice.tokens) if logprobs else None,
@@ -269,7 +271,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _unsent(content: Fields, sent: Mapping[str, str]) -> list[Fields]:
-    """Return the parts of a choice's content that are not in `sent`, the text sent by field."""
+    """Return the parts of an answer's content that the stream has not sent. `sent` is field -> sent
+    text.
+    """
     parts: list[Fields] = []
     for name in ("reasoning_content", "content", "text"):
         if unsent := (content.get(name) or "")[len(sent.get(name, "")) :]:

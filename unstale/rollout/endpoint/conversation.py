@@ -105,8 +105,8 @@ class Call:
 
 @dataclass(slots=True)
 class Exchange:
-    """A prompt and its answer in a conversation. The answer is `pieces[start:end]` of the
-    `Branch`.
+    """A prompt and its answer in a conversation. The answer's tokens are in `pieces[start:end]` of
+    the `Branch`.
     """
 
     prompt: History
@@ -139,18 +139,20 @@ class Match:
 
     branch: Branch
     exchanges: int
-    """Number of prompts with answers at the start of the branch that the history repeats."""
+    """Number of prompts with answers at the start of the conversation `branch` that the history
+    repeats.
+    """
     end: int
     """Index in the history after the last repeated answer."""
     difference: str = ""
-    """Why the call cannot continue the branch. Empty if it can."""
+    """Why the call cannot continue the conversation `branch`. Empty if it can."""
     differs_at: int = 0
-    """Index of the first message, character or token of the history that differs from the
-    branch.
+    """Index of the first message, character or token at which the history differs from the
+    conversation `branch`.
     """
     resumes: bool = False
-    """True if the call repeats the last call of the branch, whose client disconnected before the
-    answer.
+    """True if the call repeats the last call of the conversation, whose client disconnected before
+    the answer.
     """
 
 
@@ -163,8 +165,8 @@ class Continuation:
     branch: Branch
     context: tuple[ContextPiece, ...]
     fork: Match | None = None
-    """What a new branch shares with the earlier branch nearest to it. None if the branch is not
-    new, or is the first of its role.
+    """What a new conversation shares with the most similar earlier one of the same role. None if it
+    is not new, or the first of its role.
     """
     resumed: bool = False
     """True if the call continues an answer whose client had disconnected."""
@@ -190,7 +192,8 @@ class Conversation:
         """
 
     def ask(self, call: Call) -> Continuation:
-        """Return the branch that a call continues, or a new branch, with the context to add to it.
+        """Return the conversation (`Branch`) that a call continues, or a new one, with the context
+        to add.
 
         The branch is then `pending`, and no other call can continue it. Raises `Unanswerable`, and
         changes nothing, if no reply can follow the history.
@@ -218,7 +221,8 @@ class Conversation:
         return Continuation(branch, (*prefix, *context), fork=match)
 
     def add_answer(self, branch: Branch, answer: History, *, ended: bool) -> None:
-        """Record that `answer` is the text of the pieces added to the branch since `ask`.
+        """Record that `answer` is the text of the tokens that were added to the conversation since
+        `ask`.
 
         `ended` is True if the last token is an end token.
         """
@@ -233,9 +237,9 @@ class Conversation:
                 self._answers[message.key] = message, tokens, ended
 
     def retract(self, continuation: Continuation) -> None:
-        """Undo the `ask` that returned this continuation.
+        """Undo the call of `ask` that returned this continuation.
 
-        Call it before the continuation's context is added to the branch.
+        Do it before the continuation's context is added to the conversation.
         """
         continuation.branch.pending = False
         if continuation.branch.pieces and not continuation.resumed:
@@ -244,10 +248,11 @@ class Conversation:
             self.branches.pop()
 
     def _nearest(self, call: Call) -> Match | None:
-        """Return the match with the branch of the same role that shares most answers with the call.
+        """Return the match with the conversation of the same role that shares most answers with the
+        call.
 
-        Among equal ones, a branch that the call can continue comes first, then the oldest. None if
-        there is no branch.
+        Among equal ones, a conversation that the call can continue comes first, then the oldest.
+        None if there is no conversation.
         """
 
         def rank(match: Match) -> tuple[int, bool, int]:
@@ -263,7 +268,7 @@ class Conversation:
         """Return a prompt's tokens. Answers in it that this episode sampled keep their recorded
         tokens.
 
-        `after` is the exchange before the prompt, None at the start of a conversation.
+        `after` has the previous prompt and its answer, None at the start of a conversation.
         """
         if isinstance(prompt, str):
             text = after.answer if after and isinstance(after.answer, str) else ""
@@ -307,9 +312,6 @@ def _calls_of(answer: History | None) -> tuple[ToolCall, ...]:
 
 
 def _as_context(pieces: Sequence[Piece]) -> tuple[ContextPiece, ...]:
-    """Return the pieces, sampled ones as context: a branch that repeats them does not train on
-    them.
-    """
     return tuple(
         piece if isinstance(piece, ContextPiece) else ContextPiece(piece.tokens, Provenance.FORCED)
         for piece in pieces

@@ -496,9 +496,9 @@ def mismatched(body: Mapping[str, Any], schema: Schema) -> tuple[str, ...]:
 
 
 def without_influence(body: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a request without the fields in `_WITHOUT_INFLUENCE`, and the names of those removed.
+    """Return a request without fields that affect no reply, and the names of the removed fields.
 
-    Fields whose value is null are removed but not named.
+    `_WITHOUT_INFLUENCE` has these fields. Those whose value is null are removed but not named.
     """
     found: set[str] = set()
 

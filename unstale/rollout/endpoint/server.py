@@ -56,7 +56,7 @@ PATHS = {
     "/models": None,
     "/record": None,
 }
-"""Path of an episode -> schema of the body for a POST path, None for a GET path."""
+"""Path below an episode's URL -> schema of the body for a POST request, None for a GET request."""
 MODEL = "policy"
 """Name of the model in answers to requests without a name."""
 

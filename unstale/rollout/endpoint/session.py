@@ -38,7 +38,9 @@ examined after each chunk.
 
 _T = TypeVar("_T")
 OnText = Callable[[int, str], None]
-"""A function `(index of a choice, its whole text so far)`, called each time the text grows."""
+"""A function `(index, text)`, called each time the text of an answer grows. `index` is that of the
+answer among the `n` that the request asks for, and `text` is the whole text so far.
+"""
 
 
 @dataclass(slots=True)
@@ -71,8 +73,8 @@ class AgentSession:
     closed: bool = False
     num_replies: int = 0
     facts: Counter[str] = field(default_factory=Counter)
-    """Facts of the episode: how often an option was ignored (`endpoint.lenient`), and how often a
-    reply was sampled again for its format or was cut.
+    """Counts that are reported with the episode: options that were ignored (`endpoint.lenient`),
+    and replies that were sampled again for their format or were cut.
     """
     _unclaimed: list[Transcript] = field(init=False)
     _transcripts: dict[int, Transcript] = field(default_factory=dict)
@@ -520,8 +522,6 @@ def generation_options(
 
 
 def _begins_with(pieces: Sequence[Piece], context: Sequence[ContextPiece]) -> bool:
-    """Return True if the pieces of a record and of a context agree, up to the end of the shorter
-    one.
-    """
+    """Return True if recorded tokens and a context agree, up to the end of the shorter one."""
     known = pieces[: len(context)]
     return list(known) == list(context[: len(known)])

@@ -263,7 +263,7 @@ def wire_piece(piece: Piece) -> WirePiece:
 
 
 def read_piece(piece: WirePiece) -> Piece:
-    """Return the piece that a message has. Its routed experts are not linked to earlier ones."""
+    """Return the run of tokens that a message has, with only those routed experts that it has."""
     tokens = tuple(memoryview(piece.tokens).cast("I"))
     provenance = Provenance(piece.provenance)
     if piece.logps is None:
@@ -277,7 +277,7 @@ def read_piece(piece: WirePiece) -> Piece:
 
 
 def linked(piece: Piece, before: Sequence[Piece]) -> Piece:
-    """Return a piece whose routed experts are linked to those of the pieces `before`."""
+    """Return a run of tokens whose routed experts refer to those of the tokens `before` it."""
     return link_experts(piece, before) if isinstance(piece, Sampled) else piece
 
 
