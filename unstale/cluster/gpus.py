@@ -33,8 +33,8 @@ class GpuShares:
     """
 
     trainers: tuple[str, ...] = ()
-    """GPUs of the trainer ranks, and of the ranks of the second model (`old_logps.route =
-    old_logit_model`).
+    """GPUs of the trainer ranks, and of the ranks of the second model, which computes old
+    log-probabilities (`old_logps.route = old_logit_model`).
     """
     engines: tuple[str, ...] = ()
 
@@ -47,9 +47,10 @@ class GpuShares:
 def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines: int) -> GpuShares:
     """Divide GPUs: the first ones for the ranks, one each, and the others for the engines.
 
-    The ranks are the `trainers` ranks of the trainer and the `scorers` ranks of the second model
-    (`old_logps.route = old_logit_model`). `engines` is the number of GPUs that the engines need. A
-    single GPU is shared by one rank and one engine. Raises `ConfigError` if there are too few GPUs.
+    The ranks are the `trainers` ranks of the trainer and the `scorers` ranks of the second model,
+    which computes old log-probabilities (`old_logps.route = old_logit_model`). `engines` is the
+    number of GPUs that the engines need. A single GPU is shared by one rank and one engine. Raises
+    `ConfigError` if there are too few GPUs.
 
     >>> divide_gpus("0123", trainers=2, engines=1)
     GpuShares(trainers=('0', '1'), engines=('2', '3'))

@@ -70,7 +70,7 @@ class HostedEngine:
 
     takes_deltas = True
     sizes = ModelSizes(0)
-    """Empty, because the engines of the host check their replies themselves."""
+    """No facts about the model, because the engines of the host check their replies themselves."""
 
     def __init__(self, number: int, options: HostOptions, place: Callable[[], Handle]) -> None:
         self._number = number

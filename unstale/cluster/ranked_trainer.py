@@ -33,7 +33,7 @@ from unstale.weights.store import Delta
 
 
 class RankedTrainer:
-    """A `Trainer` whose model and optimizer are divided among ranks."""
+    """A `Trainer` whose model and optimizer are divided among trainer ranks (processes)."""
 
     def __init__(self, ranks: Ranks, policy: Policy) -> None:
         """Create the trainer. `policy` is in the run's main process.
@@ -90,8 +90,8 @@ class RankedTrainer:
     def step_from(self, base: int) -> PostedStep:
         """Return the deltas that lead from version `base`, or from zeros, to the current version.
 
-        They are those that the ranks put into Ray's store last, if these fit. Otherwise all ranks
-        put their parts there.
+        They are those that the ranks put into Ray's store last, if these lead there. Otherwise all
+        ranks put their parts of the weights there.
         """
         posted = self._posted
         if posted and posted.version == self.version and posted.base in (base, -1):
@@ -104,8 +104,9 @@ class RankedTrainer:
             yield read_delta(self.ranks.fetch(part, FETCH_S))
 
     def advance(self, weights: Mapping[str, Tensor], step: PostedStep) -> None:
-        """Turn the weights of version `step.base` (-1: any) into those of `step.version`, in
-        place.
+        """Turn the weights of version `step.base` into those of `step.version`, in place.
+
+        If `step.base` is -1, the weights are set to zeros first.
         """
         if step.base == -1:
             for tensor in weights.values():
@@ -181,7 +182,7 @@ class RankedOldLogps(OldLogps):
         self.needs = needs
         self._trainer = trainer
         self._sent: set[PieceKey] = set()
-        """Keys of the runs of sampled tokens that the ranks have received."""
+        """Keys of the pieces (sampled tokens of one version) that the ranks have received."""
         self._call: Callable[..., Any] = trainer.call
 
     def before_publish(self) -> None:
@@ -202,9 +203,7 @@ class RankedOldLogps(OldLogps):
         self._send("on_wait", past)
 
     def _send(self, name: str, pieces: Sequence[PendingPiece]) -> None:
-        """Call a method on the ranks with those runs of sampled tokens that they have not received
-        yet.
-        """
+        """Call a method on the ranks with those of the `pieces` that they have not received yet."""
         new = tuple(piece for piece in pieces if key_of(piece) not in self._sent)
         if new:
             self._trainer.ranks.later(name, new)

@@ -62,7 +62,10 @@ Notify = Callable[[str], None]
 
 
 class RanksDied(RuntimeError):
-    """Error: a rank ended or did not answer. The run can be resumed from the last checkpoint."""
+    """Error: a trainer rank ended or did not answer.
+
+    The run can be resumed from the last checkpoint.
+    """
 
 
 class NodesMissing(RuntimeError):

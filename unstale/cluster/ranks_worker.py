@@ -44,7 +44,9 @@ class StepResults:
 
 @dataclass(frozen=True, slots=True)
 class PublishedPart:
-    """The size of one rank's part of a published version: `words` elements in `nbytes` bytes."""
+    """The size of one rank's part of a published version: `words` weights, sent as `nbytes`
+    bytes.
+    """
 
     base: int
     """The version from which the part is a difference.

@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 
 class ScoringRank:
-    """One rank of the second model. All ranks receive the same calls in the same order."""
+    """One rank (process) of the second model, which computes old log-probabilities.
+
+    All ranks receive the same calls in the same order.
+    """
 
     def __init__(self, policy: Policy, scorer: Scorer) -> None:
         self._policy = policy
@@ -53,11 +56,11 @@ class ScoringRank:
         self.advance(step.base, step.version, parts)
 
     def advance(self, base: int, version: int, parts: Iterable[Delta]) -> None:
-        """Turn this rank's weights from version `base` (-1: any) into those of `version`.
+        """Turn this rank's weights from version `base` into those of `version`.
 
         `parts` are the deltas of the trainer ranks. This rank applies the words that belong to its
-        own weights. Raises ValueError if it has another version than `base`, or if the deltas do
-        not cover all its weights.
+        own weights. If `base` is -1, the weights are set to zeros first. Raises ValueError if it
+        has another version than `base`, or if the deltas do not cover all its weights.
         """
         weights = self._policy.weights()
         starts = self._policy.part_starts() or dict.fromkeys(weights, 0)
@@ -79,9 +82,7 @@ class ScoringRank:
         self._version = version
 
     def score(self, pieces: Pieces) -> Reply:
-        """Compute log-probabilities of runs of sampled tokens (`pieces`) with the loaded
-        weights.
-        """
+        """Return the log-probabilities of sampled tokens (`pieces`) under the loaded weights."""
         return answer(self._scorer, pieces)
 
     def pid(self) -> int:
@@ -164,10 +165,10 @@ class RanksLink:
 
 
 class RankedOldLogitModel(RankedOldLogps):
-    """The route `old_logit_model` with trainer ranks, and the second model on separate ranks.
+    """The route (method to compute `old_logp`) `old_logit_model` with trainer ranks.
 
-    The trainer ranks keep the log-probabilities that the second model computes. They receive them
-    with their next call.
+    The second model is on ranks of its own. The trainer ranks keep the log-probabilities that it
+    computes. They receive them with their next call.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class PostedStep:
     version: int
     nbytes: int
     deltas: Sequence[Reference]
-    """One delta for all weights, or one for each trainer rank's part."""
+    """References to one delta for all weights, or to one for each trainer rank's part."""
 
 
 def arrays(parts: Sequence[Bytes]) -> list[Part]:

@@ -245,7 +245,11 @@ def rates(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 def per_second(counters: Mapping[str, float]) -> dict[str, float]:
-    """Return `sampled_tokens_per_s` and `busy_share` (0 to 1) of an engine with these counters."""
+    """Return the tokens per second and the share of busy time (0 to 1) of an engine with these
+    counters.
+
+    Their names are `sampled_tokens_per_s` and `busy_share`.
+    """
     elapsed = counters["busy_s"] + counters["idle_s"] or 1.0
     return {
         "sampled_tokens_per_s": counters["sampled_tokens"] / elapsed,

@@ -232,8 +232,8 @@ def _release_after(loop: asyncio.AbstractEventLoop, lock: asyncio.Lock, rounds: 
 def _encode_json(body: Any) -> bytes:
     """Return a value as JSON text. Raises ValueError for NaN and infinite numbers.
 
-    `json` writes what orjson refuses, such as lone surrogates. orjson writes such numbers as null,
-    so a text with null is written again by `json`, which refuses them.
+    `json` writes what orjson refuses, such as lone surrogates. orjson writes NaN and infinity as
+    null, so a text with null is written again by `json`, which refuses these numbers.
     """
     try:
         content = orjson.dumps(body, option=_AS_JSON)

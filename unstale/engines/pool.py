@@ -36,8 +36,8 @@ from unstale.records import Sampled
 from unstale.threads import in_thread
 
 MAX_LAG_S = 120.0
-"""Seconds that an elastic pool waits, in a call of all engines, for the others after the first
-answer.
+"""Seconds that an elastic pool, after calling all its engines and getting a first answer, waits for
+the others. Engines may join and leave an elastic pool during a run.
 
 An engine that takes longer is treated as dead. The pool restarts it without waiting for it.
 """
@@ -77,7 +77,6 @@ class _Member:
         self.adding = asyncio.Lock()
         """A lock that is held while adapters of an older version are added to the engine."""
         self.restart: asyncio.Task[None] | None = None
-        """The task that restarts the engine, if there is one."""
 
     def metrics(self, counters: Mapping[str, float]) -> dict[str, float]:
         """Return metrics of the engine: its state, and shares and rates computed from `counters`.

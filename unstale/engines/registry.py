@@ -105,7 +105,7 @@ class EngineOptions:
     """If given, weight updates are LoRA adapters for the model in `model_folder`."""
     adapters: Adapters = "merged"
     """With `merging`: add the adapters to the weights when they are loaded (`merged`), or to the
-    outputs of layers (`unmerged`). The engine is then a `VersionedEngine`.
+    outputs of layers (`unmerged`). An engine with unmerged adapters is a `VersionedEngine`.
     """
     max_versions: int = 1
     """Largest number of versions from which a `VersionedEngine` samples at once."""
@@ -152,8 +152,8 @@ class EngineSpec:
     with their scales.
     """
     adapter_deltas: bool = False
-    """True if the engine accepts deltas of LoRA adapters. It then keeps the adapters that it loaded
-    last.
+    """True if the engine accepts deltas of LoRA adapters. For them, it keeps the adapters that it
+    loaded last.
     """
     deltas_in_parts: bool = False
     """True if the engine accepts a delta in several parts (`DeltaInParts`), such as one from each

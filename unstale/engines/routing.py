@@ -23,7 +23,9 @@ of its context tokens than the best engine of its own group. They make up for `M
 replies.
 """
 _KEPT = 50
-"""Number of reply lengths in the mean. With more, the mean would follow a change too late."""
+"""Number of the last reply lengths from which the expected length is computed. With more, it would
+follow a change too late.
+"""
 
 
 def request_weight(context: int, load_tokens: int) -> int:
@@ -180,8 +182,8 @@ class ReplyLengths:
         """Return how many tokens a reply with `sampled` tokens is expected to add, at most
         `max_tokens`.
 
-        The estimate is the mean over the recorded replies with more than `sampled` tokens. It is
-        `max_tokens` if there are none.
+        It is the mean of the tokens that longer recorded replies had after their first `sampled`
+        ones. It is `max_tokens` if no recorded reply is longer.
         """
         rests = [length - sampled for length in self._lengths if length > sampled]
         return min(float(max_tokens), sum(rests) / len(rests)) if rests else float(max_tokens)

@@ -21,7 +21,7 @@ class UsageCounters:
     """The counters of one server since its start.
 
     A reply is clean if no part of its context was computed with older weights. With `keep_cache`
-    the server keeps its prefix cache when weights change, so some replies are not clean.
+    the server keeps its prefix cache when weights change, so a reply may not be clean.
     """
 
     def __init__(self, *, keep_cache: bool) -> None:

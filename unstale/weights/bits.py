@@ -63,7 +63,7 @@ def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int])
     `sizes` has the number of bytes of each item. If their sum is below `MIN_SHARED_BYTES`, the
     calls run in the caller's thread. Otherwise they run on as many threads as torch has, or on half
     of the processor's cores if these are more: processes that compute little give torch only one
-    thread. The threads have the caller's GPU stream, but torch's default modes.
+    thread. The threads have the caller's GPU stream, but not its torch modes, such as `no_grad`.
     """
     threads = max(torch.get_num_threads(), cores() // 2)
     if min(threads, len(items)) <= 1 or sum(sizes) < MIN_SHARED_BYTES:

@@ -24,8 +24,8 @@ from unstale.native import NotCompiled, compile_library
 
 SOURCE = Path(__file__).with_name("changes.c")
 ESCAPE = 255
-"""A gap (the number of unchanged words before a changed one) is stored in one byte. If it is
-larger, a byte of this value means that 255 is added to the next byte.
+"""The byte that begins a large gap. A gap is the number of unchanged words before a changed one.
+Gaps below 255 are one byte. A byte of 255 means that 255 is added to the number in the next byte.
 """
 
 MAX_SUM_WORDS = 1 << 24
@@ -51,8 +51,8 @@ class Changes:
 
     count: int
     gaps: Bytes
-    """The positions: before each changed word its number of unchanged words, as bytes of
-    `encode_gaps`.
+    """The number of unchanged words before each changed word (its gap), as bytes of `encode_gaps`.
+    It gives the word's position.
     """
     planes: tuple[Bytes, ...]
     """The XOR of each changed word's old and new value, as byte planes: one array for each byte of

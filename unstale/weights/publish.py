@@ -51,7 +51,10 @@ class DeltaInParts(Delta):
 
 
 class Publisher(Protocol):
-    """A sender of the newest version of the weights to every engine, in four steps."""
+    """A sender of the newest version of the weights to every engine.
+
+    It works in four steps: `begin`, `finish`, `stage` and `publish`.
+    """
 
     bytes: int
     """Size in bytes of the update that was prepared last: whole weights, or a delta."""

@@ -138,7 +138,7 @@ class Recorded:
         self.skipped_steps = [step for step in steps if missing[step]]
         """The numbers of the steps whose batches are skipped, in ascending order."""
         self.missing_versions = sorted({version for each in missing.values() for version in each})
-        """The numbers of the versions for lack of which batches are skipped, in ascending order."""
+        """The versions that skipped batches need and that were not recorded, in ascending order."""
         if not self.steps:
             raise FileNotFoundError(
                 f"{folder / 'versions'} lacks versions {self.missing_versions}, and each of the "
@@ -305,7 +305,6 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _held(tensors: Mapping[str, Tensor]) -> WholeWeights:
-    """Return tensors in memory as `WholeWeights`."""
     return WholeWeights(tensors, tensors.__getitem__)
 
 

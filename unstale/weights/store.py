@@ -164,9 +164,9 @@ class VersionStore:
         self.encode_s += time.perf_counter() - began
 
     def move_to(self, version: int) -> None:
-        """Turn the full copy into the weights of `version`.
+        """Turn the store's full copy of the weights, in place, into those of `version`.
 
-        Raises LookupError if it is not stored.
+        Raises LookupError if the version is not stored.
         """
         self.wait()
         self._move_to(version)

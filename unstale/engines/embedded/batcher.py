@@ -37,8 +37,8 @@ MIN_COPY = 8
 is as fast as copying them.
 """
 IDLE_STEPS = 512
-"""Number of forward passes without a request to a cache slot after which its episode has probably
-ended.
+"""A slot of the KV cache that no request used for this many forward passes probably belongs to an
+ended episode.
 """
 
 

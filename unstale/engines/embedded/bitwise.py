@@ -137,9 +137,7 @@ class BitwiseRunner:
         return update[name].to(self._dtype, copy=True).float()
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits `[R + C, V]` after each of R rows and C chunks
-        (`Runner.forward`).
-        """
+        """Return the float32 logits of a forward pass, `[R + C, V]`, as `Runner.forward` does."""
         cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
         table = runs(step, self._pages, RUN)

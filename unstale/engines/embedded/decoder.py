@@ -84,7 +84,7 @@ def names_sizes(config: Mapping[str, Any]) -> bool:
     """Return True if `config` (the content of a `config.json`) has all sizes that the decoder
     reads.
 
-    Otherwise missing sizes are the defaults of transformers' configuration class.
+    If it lacks some, the caller must add the defaults of transformers' configuration class.
     """
     routed = _has_experts(config)
     more = _SIZES_WITH_EXPERTS if routed else _SIZES_WITHOUT

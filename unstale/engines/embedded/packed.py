@@ -477,9 +477,7 @@ class PackedRunner:
         return self._recorder.take()[: self._count]
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits `[R + C, V]` after each of R rows and C chunks
-        (`Runner.forward`).
-        """
+        """Return the float32 logits of a forward pass, `[R + C, V]`, as `Runner.forward` does."""
         self._cache.begin(step)
         self._count = len(step.tokens)
         padding = (0, tiled(self._count) - self._count)

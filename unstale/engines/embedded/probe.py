@@ -34,12 +34,12 @@ FORWARD_ERRORS = (
 """The kinds of errors that a model's own code may raise in a pass of several packed sequences."""
 _LENGTH = 24
 _SHARE = 1e-4
-"""Largest allowed difference between a logit and its value in a plain pass, as a share of the
-position's largest plain logit.
+"""Largest allowed difference between a runner's logit and that of a plain forward pass, as a share
+of the position's largest logit in the plain pass.
 """
 _NATS = 1e-3
-"""Largest allowed difference of a log-probability from a plain pass, in nats. Needed in addition to
-`_SHARE`, because logits can be large.
+"""Largest allowed difference between a runner's log-probability and that of a plain forward pass,
+in nats. Needed in addition to `_SHARE`, because logits can be large.
 """
 _ROUNDINGS = 32.0
 """With `strict`, the largest allowed difference of log-probabilities, as a multiple of the rounding
@@ -50,8 +50,8 @@ _OUTLIERS = 0.25
 allowed.
 """
 _ROUNDING = 4.0
-"""Largest allowed error in bfloat16, as a multiple of the error of a plain bfloat16 pass. Both
-errors are random and of similar size.
+"""Largest allowed error of a runner in bfloat16, as a multiple of the error of a plain forward pass
+in bfloat16. Both errors are random and of similar size.
 """
 _LEAST_ROUNDING = 0.01
 """Error in bfloat16 that is allowed in addition to `_ROUNDING`, as a share of a position's largest
@@ -197,5 +197,7 @@ class Probe:
 
 
 def _shares(logits: Tensor, exact: Tensor) -> Tensor:
-    """Return the largest error of each position's logits, as a share of its largest exact logit."""
+    """Return the largest error of each position's `logits`, as a share of the position's largest
+    exact logit.
+    """
     return (logits - exact).abs().amax(-1) / exact.abs().amax(-1).clamp_min(1e-30)
