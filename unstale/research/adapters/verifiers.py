@@ -27,9 +27,9 @@ because verifiers hides such variables from the programs that it starts.
 class VerifiersTasks(ExternalAgent):
     """The tasks of an installed verifiers task set.
 
-    `env` is the section `env` of verifiers' configuration: agents, harness, runtime. Of the first
-    `limit` tasks, the first `held_out` are held out, by default a fifth. Agents run without a
-    container by default. A harness that runs code is then refused.
+    `env` is the section `env` of verifiers' configuration: agents, harness, runtime. Only the first
+    `limit` tasks are used. The first `held_out` of them are held out, by default a fifth. By
+    default, agents run without a container, and a harness that runs code is refused.
     """
 
     def __init__(
