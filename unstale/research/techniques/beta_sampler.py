@@ -57,9 +57,11 @@ class BetaSampler:
         return Draw(context.random.choices(tasks, weights=scores)[0])
 
     def score(self, task: str, random: Random) -> float:
-        """Return the score of a task, p^solved (1 - p)^failed. High scores are drawn more often.
+        """Return the score of a task, p^solved (1 - p)^failed. The next task is chosen by its
+        score.
 
-        p is the task's expected success, or with `read = thompson` a draw from its distribution.
+        p is the task's expected success rate, or with `read = thompson` a draw from its
+        distribution.
         """
         counts = self._tracker.counts(task)
         thompson = self._options.read == "thompson"
