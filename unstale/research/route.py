@@ -22,7 +22,7 @@ from unstale.research.techniques.value_model import Results, ValueModel
 STEPS = 100
 """Number of optimizer steps of each value model."""
 WIDTH, RATE = 0.1, 0.03
-"""The width and the learning rate of the value models, as in `predicted_sampler`."""
+"""Width and learning rate of the value models, as in `predicted_sampler`."""
 FEWEST = 8
 """Smallest number of tasks in each half: those of the forecasts and those that are routed."""
 

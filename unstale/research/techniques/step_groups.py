@@ -1,18 +1,18 @@
 """`step_groups`: an advantage for each turn, by comparison with siblings in the same situation.
 
-An observation is the text before a reply, an action the reply. Both are compared by their tokens,
-within one group. R is the discounted return of a turn, A_E the advantage of its episode. a_k is R
-minus the mean R over all turns of the group with the same last k observations, divided by the
-standard deviation (with divisor n) of these R plus 1e-6. a_k is 0 for a turn without another such
-turn.
+An observation is the text before a reply, and an action is the reply. Those of one group are the
+same if their tokens are. R is the discounted return of a turn, A_E the advantage of its episode.
+a_k is R minus the mean R over all turns of the group with the same last k observations, divided by
+the standard deviation (with divisor n) of these R plus 1e-6. a_k is 0 for a turn without another
+turn to compare.
 
 `gigpo`: A_E + weight * a_1. From GiGPO (arXiv 2505.10978).
 `hgpo`: the mean of A_E and a_1, ..., a_K+1 with weights (k + 1)^alpha, where k is 0 for A_E. Terms
 that are exactly 0 are left out. K is `history`. From HGPO.
 `salt`: the mean of A_E over all turns of the group with the same observation, action and next
 observation. From SALT.
-`two_level`: A_E + weight * a, where a compares turns with the same number. From UI-S1, with
-`cut_below` 1 and the environment `traces`.
+`two_level`: A_E + weight * a, where a is computed as a_k over turns with the same number. From
+UI-S1, with `cut_below` 1 and the environment `traces`.
 """
 
 from __future__ import annotations
@@ -46,39 +46,43 @@ _READ_BY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroupsConfig(Section):
-    """An advantage for each turn, by comparison with siblings in the same situation."""
+    """An advantage for each turn, by comparison with turns of the group in the same situation."""
 
     selector: ClassVar[str] = "rule"
     read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     rule: Literal["gigpo", "hgpo", "salt", "two_level"] = "gigpo"
-    """The formula: which turns are compared, and how."""
+    """The formula of the advantage of a turn, and the turns that are compared."""
     discount: Share = 0.95
-    """Not for `salt`: factor by which the weight of a reward falls for each earlier turn."""
+    """Not for `salt`: discount of the return: the weight of a later turn's reward falls by this
+    factor per turn.
+    """
     std: bool = True
     """Not for `salt`: divide by the standard deviation of the compared returns."""
     cut_below: float | None = None
-    """Not for `salt`: the return of a turn and of earlier ones ends with a turn whose own reward is
-    smaller. None ends none.
+    """Not for `salt`: returns end with the first turn whose own reward is smaller than this. None
+    lets all returns run to the end.
     """
     weight: NonNegative = 1.0
-    """Only for `gigpo` and `two_level`: factor of the turn's own advantage, which is added to the
+    """Only for `gigpo` and `two_level`: weight of the turn's own advantage, which is added to the
     episode's.
     """
     history: Count = 1
     """Only for `hgpo`: largest number of earlier observations that compared turns must share."""
     alpha: NonNegative = 1.0
-    """Only for `hgpo`: exponent of the weights, which are larger for longer shared histories."""
+    """Only for `hgpo`: exponent of the weights (k + 1)^alpha. Larger values favour longer shared
+    histories.
+    """
     episode: bool = True
     """Only for `hgpo`: include the advantage of the episode in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A turn, with the values that determine its advantage."""
+    """A turn, with everything that its advantage depends on."""
 
     place: tuple[int, int]
-    """Number of the episode, and number of the turn in it."""
+    """Number of the episode, and number of the turn in the episode."""
     inherited: float
     value: float
     """The sum of discounted rewards from this turn on."""
