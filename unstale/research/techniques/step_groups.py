@@ -85,16 +85,18 @@ class _Step:
     """Number of the episode, and number of the turn in the episode."""
     inherited: float
     value: float
-    """The sum of discounted rewards from this turn on."""
+    """The return of the turn: the sum of discounted rewards from this turn on."""
     observations: tuple[int, ...]
-    """The numbers of all observations up to the turn. Equal texts within a group have the same
-    number.
+    """The numbers of all observations of the episode up to this turn. Equal texts within a group
+    have the same number.
     """
     action: int
     following: int
 
     def window(self, size: int) -> Hashable:
-        """Return the last `size` observations up to the turn. Missing ones are -1."""
+        """Return the last `size` observations up to this turn. Those before the
+        first turn are -1.
+        """
         return ((-1,) * size + self.observations)[-size:]
 
 
@@ -141,7 +143,7 @@ class StepGroups:
         return steps
 
     def _parts(self, item: Trajectory) -> list[int]:
-        """Return the numbers of turns of the parts of an episode over which returns are summed."""
+        """Return the lengths in turns of an episode's parts. Returns do not reach beyond a part."""
         bound = self._options.cut_below
         cut = [bound is not None and each < bound for each in item.turn_rewards]
         ends = [0, *(number for number, is_cut in enumerate(cut, 1) if is_cut)]
@@ -149,9 +151,9 @@ class StepGroups:
         return [*parts, item.num_turns - ends[-1]]
 
     def _key(self, step: _Step) -> Hashable:
-        """Return the key that turns must share to be compared.
+        """Return a key that is the same for the turns that are compared.
 
-        For `hgpo` it has one observation only.
+        For `hgpo`, which compares histories of several lengths, it has only the last observation.
         """
         match self._options.rule:
             case "salt":
@@ -190,7 +192,7 @@ class StepGroups:
 
 
 def _texts(item: Trajectory) -> list[tuple[int, ...]]:
-    """Return an episode's texts as tokens: first observation, first action, ..., last
+    """Return an episode's texts as tokens, in order: first observation, first action, ..., last
     observation.
     """
     texts: list[list[int]] = [[]]
@@ -213,9 +215,9 @@ def _per_turn(scored: ScoredTrajectory) -> Sequence[float]:
 def _compare(
     steps: Sequence[_Step], key: Callable[[_Step], Hashable], *, std: bool
 ) -> dict[tuple[int, int], float]:
-    """Return each turn's return minus the mean return of the turns with the same key.
+    """Return the return of each turn minus the mean return of the turns with the same key.
 
-    A key of the result is `_Step.place`. With `std` the difference is divided by the standard
+    The result has the key `_Step.place`. With `std`, the difference is divided by the standard
     deviation of these returns.
     """
     returns = defaultdict(list)
@@ -244,7 +246,7 @@ def _count_shared(steps: Sequence[_Step], key: Callable[[_Step], Hashable]) -> i
 
 
 def _replaced(scored: ScoredTrajectory, values: dict[tuple[int, int], float]) -> ScoredTrajectory:
-    """Return a trajectory with the advantages of its turns.
+    """Return a trajectory with the advantages of its turns instead of the episode's.
 
     Further conversations of its agent keep the advantage of the episode.
     """

@@ -26,7 +26,7 @@ class TokenEntropyAdvantageConfig(Section):
     """Larger advantages for tokens of high entropy (AEPO)."""
 
     a: NonNegative = 0.2
-    """Relative change of an advantage for each standard deviation of the entropy."""
+    """Relative change of an advantage per standard deviation of the entropy."""
 
 
 class TokenEntropyAdvantage:
