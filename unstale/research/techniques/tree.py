@@ -12,9 +12,8 @@ its end, each episode waits until all of the group do. Then a decision is made:
 
 `entropy`: fork before the first token since the last decision whose entropy H is above `threshold`.
 `confidence`: fork at this token, with clip(round(w h (1 - C)), 1, w) branches, w = `continuations`
-+ 1.
-h is the mean H over `threshold`, at most 1, and C the mean probability of the likeliest token. No
-tree gets more than half of the group (ECHO, arXiv 2602.02150).
++ 1. h is the mean H over `threshold`, at most 1, and C the mean probability of the likeliest token.
+No tree gets more than half of the group (ECHO, arXiv 2602.02150).
 `second`: fork before the first token with p2 > `least` and p1 - p2 < `margin`, where p1 and p2 are
 the probabilities of the two likeliest tokens. The fork begins with the one that was not sampled, as
 FORCED text (LATR).
@@ -66,9 +65,7 @@ REFUSED = {
 
 Branch = Literal["turn", "unlikely", "peaks", "entropy", "confidence", "second", "tool", "none"]
 LIVE: Sequence[str] = ("entropy", "confidence", "second", "tool", "none")
-"""Values of `tree.branch` with which episodes are forked or pruned while they run,
-not afterwards.
-"""
+"""Values of `tree.branch` with which episodes are forked or pruned while they run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +233,7 @@ def _make(options: TreeConfig) -> Tree | LiveTree:
 
 
 def _check_techniques(config: RunConfig) -> None:
-    """Raise `ConfigError` without `tree_advantage`, or for a technique that does not support
-    forks.
-    """
+    """Raise `ConfigError` without `tree_advantage`, or for a technique that refuses forks."""
     entries = chosen(config.techniques)
     if "tree_advantage" not in [entry.name for entry in entries]:
         raise ConfigError(
@@ -272,9 +267,7 @@ def refuse_kept_sets(technique: str, config: RunConfig) -> None:
 
 
 def check_sequences(config: RunConfig, technique: str = "tree") -> None:
-    """Raise `ConfigError` for options that need whole sequences, which forked episodes do not
-    have.
-    """
+    """Raise `ConfigError` for options that need whole sequences, which forks do not have."""
     objective = config.objective
     if objective.loss_aggregation == "sequence_mean":
         raise ConfigError(

@@ -258,8 +258,8 @@ def _below(edges: Sequence[Edge], weight: float, baseline: float) -> Advantages:
 
 
 def pooled(roots: Sequence[Edge]) -> Advantages:
-    """Yield the advantage of each edge by the rule `pooled`: every leaf is one episode, as in
-    GRPO.
+    """Yield the advantage of each edge by the rule `pooled`: every leaf is an
+    episode, as in GRPO.
     """
     rewards = [leaf.reward for root in roots for leaf in root.leaves()]
     if not rewards:  # every leaf was pruned

@@ -207,7 +207,7 @@ class Service:
         return self._submit(tenant, f"{model_id}:unload", unload)
 
     def train(self, tenant: Tenant, request: Training, size: int) -> Answer:
-        """Begin a forward pass, with gradients unless it is `forward_only`."""
+        """Start a forward pass of a run, with gradients unless the request is `forward_only`."""
         run = tenant.run(request.model_id)
 
         def work() -> Result:
@@ -237,7 +237,9 @@ class Service:
         return self._submit(tenant, _request_id(body), step)
 
     async def save_weights(self, tenant: Tenant, body: Body) -> Answer:
-        """Save adapters and AdamW's state under a name."""
+        """Save a run's adapters and AdamW's state under the name `path`, by default the number of
+        steps.
+        """
         model_id = field(body, "model_id", str)
         run = tenant.run(model_id)
         name = field(body, "path", str, "")
@@ -251,7 +253,9 @@ class Service:
         return self._submit(tenant, _request_id(body), save)
 
     async def save_weights_for_sampler(self, tenant: Tenant, body: Body) -> Answer:
-        """Save adapters, under a name, or for a new sampling session."""
+        """Save a run's adapters under the name `path`, or without a name for a new sampling
+        session.
+        """
         model_id = field(body, "model_id", str)
         run = tenant.run(model_id)
         name = field(body, "path", str, "")
@@ -274,7 +278,7 @@ class Service:
         return self._submit(tenant, _request_id(body), save)
 
     async def load_weights(self, tenant: Tenant, body: Body) -> Answer:
-        """Load a saved version into a model, or into a new one."""
+        """Load a saved version into a training run, or into a new one."""
         path = field(body, "path", str)
         with_optimizer = field(body, "optimizer", bool)
         model_id = field(body, "model_id", str, "")
@@ -329,7 +333,9 @@ class Service:
         return {"sampler_id": sampler_id, "base_model": self._model, "model_path": path}
 
     async def sample(self, tenant: Tenant, body: Body) -> Answer:
-        """Begin to sample replies, and to score the prompt if the request wants it."""
+        """Start to sample replies, and to compute the prompt's log-probabilities if they are
+        requested.
+        """
         sampler_id = field(body, "sampling_session_id", str)
         session = tenant.sampler(sampler_id)
         request = read_sampling(body)
@@ -376,7 +382,9 @@ class Service:
     def _submit(
         self, tenant: Tenant, request_id: str, work: Callable[[], Result], size: int = 0
     ) -> Answer:
-        """Let the trainer's thread do the work after all earlier work."""
+        """Queue work for the trainer's thread, which does all work in order. Return the request's
+        id.
+        """
         tenant.jobs.submit(request_id, size, lambda: self._in_thread(work))
         return {"request_id": request_id}
 
@@ -396,6 +404,6 @@ class Service:
 
 
 def _request_id(body: Body) -> str:
-    """Return the id of a request. A request that is sent twice has one id."""
+    """Return the id of a request. It is the same if the client sends the request again."""
     number = field(body, "seq_id", int, None)
     return f"{field(body, 'model_id', str)}:{number or secrets.token_hex(8)}"
