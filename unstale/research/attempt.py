@@ -44,7 +44,7 @@ _VERDICT = re.compile(r"best:[\W_]*([A-Z])\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptOptions:
-    """How often a task is attempted, and how one of the attempts is chosen."""
+    """Options of attempts: how often a task is attempted, and how one attempt is chosen."""
 
     attempts: int = 8
     votes: int = 0

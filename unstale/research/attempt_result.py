@@ -12,7 +12,7 @@ from unstale.observe.statistics import PairedDifference, paired_difference
 from unstale.research.votes import JudgeRecord
 
 ALPHA = 0.05
-"""Probability with which an interval misses the true value."""
+"""Probability that a confidence interval does not contain the true success rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,11 @@ class AttemptResult:
         }
 
     def table(self) -> Table:
-        """Return the success rates with their intervals, and what a choice adds to one attempt."""
+        """Return a table of success rates with confidence intervals, and of the gain of each
+        choice.
+
+        The gain is the difference from one attempt.
+        """
         table = Table("", "success", "95% interval", "gain", title=str(self.attempts))
         for name, mean in self.rows().items():
             gain = self.gain(name) if name in self.chosen else None

@@ -215,7 +215,9 @@ def plan(
 
 
 def _distinct(arms: Sequence[Arm]) -> None:
-    """Raise ConfigError if configurations share a folder name, or one changes a shared option."""
+    """Raise ConfigError if configurations share a folder name, or if one sets an option of
+    `SHARED`.
+    """
     counts = Counter(arm.folder for arm in arms)
     for arm in arms:
         if not arm.folder or counts[arm.folder] > 1:

@@ -47,7 +47,7 @@ DRAFT = """Write one new problem about {subject}. Skill: {skill}. Difficulty: {d
 {rubric}
 Reply with the text of the problem, and then one line: answer: ANSWER"""
 REWARD = "unstale.research.typed_answer:typed_answer"
-"""The value of `task.reward` for the tasks."""
+"""Value of the option `task.reward` for training on the written tasks."""
 ROUND = 32
 """Number of drafts that are written and solved at the same time."""
 NEAR = 0.6
@@ -323,7 +323,7 @@ class Synthesis:
         return {**row, "refused": ""}
 
     async def _infer(self, text: str, kind: str, number: int) -> str:
-        """Return the answer of the writer's first solution."""
+        """Return the writer's answer to the task `text`, from one solution."""
         return final_answer(await self._solve(self._writer, text, kind, number, 0))
 
     async def _agreed(self, text: str, answer: str, kind: str, number: int) -> float:

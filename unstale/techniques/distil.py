@@ -52,8 +52,8 @@ class DistilConfig(Section):
     teacher, the others need its whole distribution.
     """
     beta: Share = 0.5
-    """Only for `divergence = mixed`: weight of the teacher in the mixture; near 0 it is like
-    `forward`, near 1 like `reverse`.
+    """Only for `divergence = mixed`: weight of the teacher in the mixture of teacher and policy;
+    near 0 it is like `forward`, near 1 like `reverse`.
     """
     coef: Positive = 1.0
     """Coefficient of the divergence in the loss."""

@@ -276,7 +276,7 @@ class Draw:
 
 @runtime_checkable
 class TaskSampler(Protocol):
-    """A technique that chooses the next task."""
+    """A technique that chooses the task of the next group."""
 
     def draw(self, tasks: Sequence[str], context: DrawContext) -> Draw:
         """Return the choice of one of `tasks` for the next group.
@@ -681,7 +681,7 @@ class StepPlan:
 
 @runtime_checkable
 class StepController(Protocol):
-    """A technique that changes the size of an optimizer step."""
+    """A technique that changes the learning rate of an optimizer step, or skips the step."""
 
     def plan(self, seen: StepSeen) -> StepPlan: ...
 
@@ -906,7 +906,7 @@ class Techniques:
 
     @property
     def max_replay_age(self) -> int:
-        """Largest age in versions of a replayed token. 0 without a source."""
+        """Largest age of a replayed token, in versions. 0 if no technique replays groups."""
         return max((source.max_age for source in self.sources), default=0)
 
     def replayed(

@@ -46,7 +46,9 @@ class LimitsConfig(Section):
     window: PositiveInt = 256
     """Number of the latest successes whose turns are used."""
     free_every: Annotated[int, Range(2)] = 8
-    """Every group whose number is a multiple of this has no limit."""
+    """Every group whose number is a multiple of this has no limit, so that its successes can be
+    counted.
+    """
     remind: Count = 2
     """The environment's messages end with a reminder from this number of remaining replies on; 0
     sends none.

@@ -24,7 +24,7 @@ from unstale.config.checks import bounded
 from unstale.durability.console import Console
 
 KEY = "UNSTALE_WRITER_KEY"
-"""The environment variable with the API key of a served writer."""
+"""The environment variable with the API key of the endpoint whose model writes tasks."""
 SHARE = bounded(float, 0, 1)
 
 

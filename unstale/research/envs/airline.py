@@ -164,7 +164,7 @@ def change_passenger(desk: Desk, booking_id: str, passenger_id: str, **changes: 
 
 
 def other_flights(desk: Desk, booking: Booking) -> list[Flight]:
-    """Return the other flights to the same city, without cancelled ones."""
+    """Return the other flights to the city of a booking, without cancelled ones."""
     city = desk[Flight][booking.flight].city
     return [
         flight

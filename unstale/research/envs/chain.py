@@ -47,12 +47,12 @@ _SKILL = re.compile(r"SKILL\s+(\w+)\s*:\s*(\S.*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainConfig(TaskConfig):
-    """Chains of tasks of another environment, with the defaults of its options."""
+    """Chains of tasks of another environment, whose own options have their defaults."""
 
     env: str = "chain:retail"
     """`chain:ENV`, where ENV is another value of `task.env`."""
     length: PositiveInt = 2
-    """Number of tasks of an episode."""
+    """Number of tasks of a chain, which is one episode."""
     bonus: NonNegative = 0.5
     """Reward that is added if a reply in a later, solved task names a skill."""
 
@@ -108,7 +108,7 @@ class ChainTasks:
 
 
 class ChainEnv:
-    """The tasks of a chain, one after the other."""
+    """The environment of a chain, whose tasks follow each other in one episode."""
 
     def __init__(self, envs: Sequence[Env], bonus: float) -> None:
         self._envs = envs

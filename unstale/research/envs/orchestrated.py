@@ -159,7 +159,6 @@ class Conversation:
         self._run_to_policy()
 
     def _run_to_policy(self) -> None:
-        """Run the orchestrator until it is the policy's turn."""
         orchestrator = self._orchestrator
         while not orchestrator.done and orchestrator.to_role != "agent":
             orchestrator.step()

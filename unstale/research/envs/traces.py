@@ -33,7 +33,7 @@ RESULT = "It was answered: {answer}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracesConfig(TaskConfig):
-    """The recorded conversations of an expert."""
+    """Tasks that replay the recorded conversations of an expert."""
 
     env: str = "traces:"
     """`traces:FILE` with a row for each conversation."""

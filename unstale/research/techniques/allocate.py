@@ -97,20 +97,26 @@ class AllocateConfig(Section, ForecastOptions, RateOptions, SuccessShare):
     slightly less.
     """
     window: PositiveInt = 64
-    """Only for `interval`, `v0` and `sqrt_law`: number of groups over which the mean is taken."""
+    """Only for `interval`, `v0` and `sqrt_law`: number of past groups over which
+    `mean` is taken.
+    """
     std: bool = False
     """Only for `dars_et` and `dars_hw`: S = 2 sqrt(p (1 - p)), which fits advantages that are
     divided by the standard deviation of the group.
     """
     level: Annotated[float, Range(above=0, high=0.9999)] = 0.95
-    """Only for `interval`: probability that the interval contains the mean."""
+    """Only for `interval`: probability that the confidence interval contains the
+    true mean reward.
+    """
     explore: NonNegative = 0.0
     """Only for `interval`: weight of a bonus for exploration. The value of an episode grows by this
     weight times sqrt(log(1 + T) / n), where n is the group's size before it and T the number of
     episodes of the last `window` groups.
     """
     cost: NonNegative = 0.0039
-    """Only for `v05_risk`: the cost of an episode, as a squared error of rewards in [-1, 1]."""
+    """Only for `v05_risk`: an episode is added if it lowers the squared error of the baseline by
+    more than this, for rewards in [-1, 1].
+    """
 
     def check_combination(self) -> None:
         if self.gain in _BEFORE and not self.min <= self.mean <= self.max:

@@ -34,9 +34,9 @@ class MassBalance:
     """
 
     sampled: float
-    """The change of the probability of the right arms (replies) that were sampled."""
+    """The change of the total probability of the right arms (replies) that were sampled."""
     unsampled: float
-    """The change of the probability of the right arms (replies) that were not sampled."""
+    """The change of the total probability of the right arms (replies) that were not sampled."""
 
     @property
     def total(self) -> float:

@@ -457,7 +457,6 @@ def _median(values: Tensor) -> Tensor:
 
 
 def _rewards(group: Group, episodes: Sequence[Trajectory]) -> Tensor:
-    """Return the rewards `[n]` of the given episodes of a group."""
     import torch
 
     rewards = torch.tensor([each.reward for each in episodes], dtype=torch.float64)

@@ -25,15 +25,17 @@ class BetaSamplerConfig(Section, VisitOptions, SuccessShare):
     """The next task is one whose success rate is likely to be in the middle (VADE, MSSR)."""
 
     solved: NonNegative = 1.0
-    """Exponent of the success rate p in the score."""
+    """Exponent of p, the task's success rate, in the score p^solved (1 - p)^failed of a task."""
     failed: NonNegative = 2.0
-    """Exponent of 1 - p in the score. A larger one favours harder tasks."""
+    """Exponent of 1 - p in the score p^solved (1 - p)^failed of a task. A larger one favours harder
+    tasks.
+    """
     read: Literal["thompson", "mean"] = "thompson"
-    """The success rate p of a task in the score: drawn from the task's Beta distribution, or its
-    mean.
+    """The success rate p in a task's score: a draw from the task's Beta distribution (`thompson`),
+    or the mean of this distribution.
     """
     pick: Literal["best", "proportional"] = "best"
-    """Take the candidate with the largest score, or draw one with the scores as weights."""
+    """The next task: the candidate with the largest score, or a draw with the scores as weights."""
 
 
 class BetaSampler:

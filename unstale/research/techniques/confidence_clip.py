@@ -57,7 +57,9 @@ class ConfidenceClipConfig(Section):
 
 
 class ConfidenceClip:
-    """A technique that sets the clip of each sequence and scales its advantages."""
+    """A technique that sets the clip and scales the advantages of each sequence by
+    its confidence.
+    """
 
     def __init__(self, options: ConfidenceClipConfig) -> None:
         self._options = options

@@ -28,13 +28,15 @@ class DifficultyBinWeightsConfig(Section, BinOptions):
     """Larger advantages in the bins of tasks with the highest loss (Prompt-GDRO)."""
 
     eta: NonNegative = 1.0
-    """Coefficient of the average loss in the exponent of a bin's weight."""
+    """Coefficient eta of S_b, the average loss of a bin, in the bin's weight exp(eta S_b)."""
     beta: Share = 0.1
     """Weight of the newest batch in the moving average of a bin's loss."""
     limit: Positive = 2.0
-    """Largest absolute value of the average loss in the exponent."""
+    """Largest absolute value of S_b, the average loss of a bin, in the bin's
+    weight exp(eta S_b).
+    """
     max_weight: Positive = 4.0
-    """Largest factor of an advantage."""
+    """Largest weight of a bin, by which the advantages of its tasks are multiplied."""
     by_share: bool = False
     """Divide the loss of a bin by its share of the batch, so that rare bins get larger weights."""
     min_share: Share = 0.05

@@ -78,7 +78,9 @@ class EpisodeFilterConfig(Section):
     with weights 1 / penalty.
     """
     errors: str = "tool_errors"
-    """Only for `clean_success`: name of the environment's fact with the number of tool errors."""
+    """Only for `clean_success`: name of the environment's fact (a reported number) with the number
+    of tool errors.
+    """
     calls: str = "tool_calls"
     """Only for `clean_success`: name of the fact with the number of tool calls. If the environment
     does not report the fact, turns count instead.

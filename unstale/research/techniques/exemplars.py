@@ -5,9 +5,10 @@ similar solved tasks of the run at the end of their prompt, each with its replie
 have many words in common. If a plain attempt succeeded, or no task was solved yet, these attempts
 are plain, too.
 
-For training, the examples are removed from the prompt, unless `keep` is set. Then the attempt's
-replies are REWRITTEN text: they were sampled in another context. The baseline of an attempt is the
-mean reward of the other plain attempts. From XRPO; `novelty` and `allocate` have its other parts.
+For training, the examples are removed from the prompt. The attempt's replies are then REWRITTEN
+text, which was sampled in another context. With `keep`, the examples stay. The baseline of an
+attempt is the mean reward of the other plain attempts. From XRPO; `novelty` and `allocate` have its
+other parts.
 """
 
 from __future__ import annotations

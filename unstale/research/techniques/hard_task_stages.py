@@ -50,7 +50,7 @@ class HardTaskStagesConfig(Section, RateOptions, SuccessShare):
     tasks.
     """
     least: PositiveInt = 8
-    """Smallest number of hard tasks."""
+    """Smallest number of hard tasks. They do not become fewer."""
     decay: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of a task's counts of successes and failures that is kept after each batch."""
 

@@ -27,7 +27,7 @@ class HintEntropyWeightsConfig(Section):
 
 
 class HintEntropyWeights:
-    """A technique that weighs the tokens of hints by their entropy."""
+    """A technique that weights the tokens of hints by the policy's entropy at them."""
 
     def __init__(self, options: HintEntropyWeightsConfig) -> None: ...
 

@@ -7,11 +7,11 @@ w = `shortest` + (`longest` - `shortest`) D, times a random number from 1 - `noi
 
 A hint is FORCED text, which no policy sampled. It is trained on where its episode has an advantage
 above 0, and has no loss elsewhere. The baseline of an episode is the mean reward of the group
-(`joint`), or only of its episodes with a hint or without one, as the episode itself (`apart`). With
-`gap`, positive advantages of episodes without a hint and negative ones of those with a hint are
-multiplied by 1 + D - D', where 1 - D' is the mean reward with hints. So the more hints help, the
-more a success without one and a failure with one count. From ADHint; `hint_entropy_weights` has its
-weights by entropy.
+(`joint`), or of either its episodes with a hint or those without, whichever it belongs to
+(`apart`). With `gap`, positive advantages of episodes without a hint and negative ones of those
+with a hint are multiplied by 1 + D - D', where 1 - D' is the mean reward with hints. So the more
+hints help, the more a success without one and a failure with one count. From ADHint;
+`hint_entropy_weights` has its weights by entropy.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class HintsConfig(Section):
     its share w of the solution.
     """
     baseline: Literal["joint", "apart"] = "joint"
-    """The episodes of a group whose mean reward is subtracted: all (`joint`), or only those with a
-    hint or without one, as the episode itself (`apart`).
+    """The episodes of a group whose mean reward is subtracted: all (`joint`), or either those with
+    a hint or those without, whichever the episode belongs to (`apart`).
     """
     gap: bool = False
     """Multiply the advantages of successes without a hint and of failures with one by 1 + the gain

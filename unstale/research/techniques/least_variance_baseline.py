@@ -37,7 +37,7 @@ class LeastVarianceBaselineConfig(Section):
     which costs no backward pass through the layers.
     """
     max_weight: NonNegative = 0.0
-    """Upper limit of the ratio w of a sequence; 0 sets no limit, as in the paper."""
+    """Upper limit of a sequence's ratio w = pi / mu; 0 sets no limit, as in the paper."""
 
 
 class LeastVarianceBaseline:

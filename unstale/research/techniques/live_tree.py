@@ -36,7 +36,7 @@ GAMMA, PENALTY, ENOUGH = 0.2, 0.05, 0.5
 the bound above which it forks.
 """
 CONTROL = 1 / 8
-"""Share of the decisions of `mixed` at which nothing is pruned, as a control."""
+"""Share of the decisions of `tree.prune` = mixed at which nothing is pruned, as a control."""
 WINDOW = 512
 """Number of last graded episodes to which the forecast of success is fitted."""
 NEWTON_STEPS = 8
@@ -306,7 +306,9 @@ class LiveTree:
         return [leaf for i, leaf in enumerate(going) if i not in kept]
 
     def chance(self, leaf: Leaf) -> float:
-        """Return a forecast of the episode's success: its confidence."""
+        """Return a forecast of the episode's success: the mean probability of its likeliest
+        tokens.
+        """
         return confidence(rows_of(leaf))
 
 

@@ -29,7 +29,7 @@ class M2poConfig(Section):
     """A mask of the tokens with the largest log-ratios, instead of a clip (M2PO)."""
 
     limit: Positive = 0.04
-    """Largest mean of (log r)^2 over the tokens that are not masked."""
+    """Largest mean of (log r)^2 over the tokens that are not masked, where r is the ratio `of`."""
     of: Literal["whole", "staleness", "discrepancy"] = "whole"
     """The ratio r: pi / mu, the staleness ratio pi / pi_old, or the discrepancy pi_old / mu. AReaL
     uses the last one.
@@ -41,7 +41,7 @@ class M2poConfig(Section):
 
 
 class M2po:
-    """A technique that masks the tokens with the largest log-ratios."""
+    """A technique that masks the tokens with the largest absolute log-ratios of two policies."""
 
     def __init__(self, options: M2poConfig) -> None:
         self._options = options

@@ -40,7 +40,7 @@ class MinproConfig(Section):
     reply.
     """
     cap: bool = False
-    """Limit the factor to 1, so that it never raises a ratio."""
+    """Limit the factor of each ratio to 1, so that it never raises a ratio."""
 
 
 class Minpro:

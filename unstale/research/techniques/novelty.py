@@ -31,9 +31,11 @@ class NoveltyConfig(Section, SuccessThreshold):
     """Larger advantages for correct replies that are unlikely (XRPO)."""
 
     scale: NonNegative = 2.5
-    """Coefficient of the bonus, which is scale (1 - eta) before it is limited."""
+    """Coefficient of the bonus, which is scale (1 - eta) before it is limited. eta is the
+    likelihood of a reply relative to the other replies to its task.
+    """
     cap: NonNegative = 0.5
-    """Largest bonus, as a share of the advantage."""
+    """Largest bonus, as a share of the advantage to which it is added."""
 
 
 class Novelty:

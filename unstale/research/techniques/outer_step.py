@@ -33,10 +33,13 @@ class OuterStepConfig(Section):
     is below this.
     """
     lowest: Share = 0.2
-    """Smallest factor of the learning rate. 1 leaves the learning rate as it is, and only measures.
+    """Smallest factor of the learning rate. With 1, the learning rate never changes, so that the
+    technique only adds metrics.
     """
     decay: Share = 0.9
-    """Weight of the past steps in the averages: 0 uses only the current step."""
+    """Weight of the past steps in the averages of gradient noise and squared norm: 0 uses only the
+    current step.
+    """
     max_kl: NonNegative = 0.0
     """Steps with a larger KL(pi_old || pi) per token, in nats, are skipped; 0 skips none."""
 

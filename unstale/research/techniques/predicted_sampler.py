@@ -78,7 +78,7 @@ class PredictedSamplerConfig(Section, SuccessShare):
     }
 
     alpha: Share = 0.5
-    """The target of the success rate."""
+    """The target: the success rate that drawn tasks should have."""
     tau: Positive = 0.001
     """Temperature of the draw. With a small value, the task nearest to the target is nearly always
     drawn.
@@ -108,11 +108,13 @@ class PredictedSamplerConfig(Section, SuccessShare):
     history: PositiveInt = 256
     """Number of last groups from whose results forecasts are made."""
     calibrate: bool = True
-    """Only for `words`: calibrate the forecast by the known results."""
+    """Only for `words`: calibrate the forecast by the known results (Platt scaling)."""
     lr: Positive = 0.03
-    """Only for `model`: the learning rate."""
+    """Only for `model`: the learning rate of the small model."""
     passes: PositiveInt = 4
-    """Only for `model`: number of optimizer steps after each batch, on all last groups."""
+    """Only for `model`: number of the small model's optimizer steps after each batch, on all of the
+    last groups.
+    """
 
 
 QUERY = StatesQuery(depth=0.5, tokens=32)
@@ -250,8 +252,8 @@ class PredictedSampler(TextSampler):
     def __init__(self, options: PredictedSamplerConfig) -> None:
         super().__init__(options)
         self._weights: dict[str, Array] = {}
-        """For each task with results: the weight of its groups for every task of the pool,
-        `[N]`.
+        """For each task with results: the weight of its groups in the forecasts of all tasks of the
+        pool, `[N]`.
         """
         self._rates: Array | None = None
         """The forecasts of all N tasks of the pool, `[N]`. None if they must be computed again."""

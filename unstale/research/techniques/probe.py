@@ -87,8 +87,6 @@ class Probe:
 
 
 class _Fit:
-    """The weights of the regression after fitting to examples."""
-
     def __init__(self, states: HiddenStates, targets: Tensor, *, ridge: float) -> None:
         import torch
 

@@ -152,7 +152,7 @@ class RetryConfig(Section):
 
 
 class Retry:
-    """A technique that tries finished attempts again."""
+    """A technique that tries finished attempts again, each changed by a rule."""
 
     def __init__(self, options: RetryConfig) -> None:
         """Create the technique. `options.number` must be above 0: `Entry.complete` replaces a 0."""

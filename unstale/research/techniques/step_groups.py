@@ -74,7 +74,9 @@ class StepGroupsConfig(Section):
     histories.
     """
     episode: bool = True
-    """Only for `hgpo`: include the advantage of the episode in the mean."""
+    """Only for `hgpo`: include the episode's advantage in the weighted mean that is a turn's
+    advantage.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,6 @@ class StepGroups:
         return [_replaced(each, values) for each in scored]
 
     def _steps(self, scored: Sequence[ScoredTrajectory]) -> list[_Step]:
-        """Return the turns of the episodes of a group, each as a `_Step`."""
         from unstale.algorithms.advantages import reward_to_go, turn_rewards
 
         numbers: dict[tuple[int, ...], int] = {}

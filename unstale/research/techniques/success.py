@@ -79,7 +79,7 @@ class ForecastOptions:
 
 
 class ForecastUser:
-    """A technique that may use the forecasts of a sampler."""
+    """A technique that may use the success rates that the run's sampler forecasts."""
 
     _forecaster: Forecaster | None = None
 

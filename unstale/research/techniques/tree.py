@@ -11,9 +11,9 @@ With these values, episodes are forked while they run. After every `every` token
 its end, each episode waits until all of the group do. Then a decision is made:
 
 `entropy`: fork before the first token since the last decision whose entropy H is above `threshold`.
-`confidence`: fork at this token, with clip(round(w h (1 - C)), 1, w) branches, w = `continuations`
-+ 1. h is the mean H over `threshold`, at most 1, and C the mean probability of the likeliest token.
-No tree gets more than half of the group (ECHO, arXiv 2602.02150).
+`confidence`: fork at this token, with clip(round(w h (1 - C)), 1, w) branches, w = 1 +
+`continuations`. h is the mean H over `threshold`, at most 1, and C the mean probability of the
+likeliest token. No tree gets more than half of the group (ECHO, arXiv 2602.02150).
 `second`: fork before the first token with p2 > `least` and p1 - p2 < `margin`, where p1 and p2 are
 the probabilities of the two likeliest tokens. The fork begins with the one that was not sampled, as
 FORCED text (LATR).

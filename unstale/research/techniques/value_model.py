@@ -61,7 +61,7 @@ class Results:
 
     @property
     def mean(self) -> float:
-        """The success rate over all episodes."""
+        """The success rate over all episodes of all groups."""
         return float(self.solved.sum() / self.sizes.sum())
 
 
@@ -121,8 +121,9 @@ class LearnedForecast:
 
 
 class ValueModel:
-    """Attention over past groups, with learned weights of word features, and a learned
-    calibration.
+    """A model that forecasts success by attention over past groups.
+
+    The weights of word features and the calibration are learned.
     """
 
     def __init__(self, dimensions: int, *, width: float, lr: float) -> None:
