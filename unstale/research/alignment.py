@@ -2,10 +2,10 @@
 
 At a prefix, pi_S is the student's distribution of the next token, pi_T the teacher's, and Q(a) the
 success rate of the student if the next token is a. The gradient of the success by the student's
-logits is pi_S (Q - sum pi_S Q). Distillation moves them by pi_T - pi_S if its loss is the forward
-KL(pi_T || pi_S), and by -pi_S (log(pi_S / pi_T) - KL(pi_S || pi_T)) if it is the reverse one. The
-cosine of both directions is 1 if distillation raises the success as fast as possible, and negative
-if it lowers it. From the abstract of "Unmasking On-Policy Distillation".
+logits is pi_S (Q - sum pi_S Q). Distillation moves these logits by pi_T - pi_S if its loss is the
+forward KL(pi_T || pi_S), and by -pi_S (log(pi_S / pi_T) - KL(pi_S || pi_T)) if it is the reverse
+one. The cosine of gradient and movement is 1 if distillation raises the success as fast as
+possible, and negative if it lowers it. From the abstract of "Unmasking On-Policy Distillation".
 
 All functions take candidates for the next token in the last dimension, `[..., K]`.
 Log-probabilities are first normalised over these candidates, as if there were no other tokens.

@@ -802,7 +802,8 @@ class Techniques:
     def of(cls, config: RunConfig) -> Techniques:
         """Create the techniques that a configuration chooses.
 
-        Raises `ConfigError` for a technique with state if the trainer has several ranks.
+        Raises `ConfigError` for a technique with state if there are training ranks
+        (`cluster.trainers`).
         """
         entries = chosen(config.techniques)
         options = completed_options(config)

@@ -6,8 +6,8 @@ newest group of a task, and no group with a token older than `max_age`. The rule
 stored groups whose task is not in the batch, each with the same probability. It is from DOTS-RR
 (arXiv 2506.05316). The rule `failed` adds the stored group of a task whose fresh groups have no
 success, the newest if there are too many. It is from DART (arXiv 2509.23866), whose store has
-single successes: set `episodes` to `successes`. Neither paper states how advantages are computed:
-here a stored group keeps its own, without the fresh failures.
+single successes: set `episodes` to `successes`. Advantages are computed within the stored group,
+without the fresh failures: a choice of our own.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ gradient g over past steps, N the estimate m k |a / m - b / k|^2 of the variance
 are the gradients of two halves with m and k groups, a + b = g. In both averages, the weight of a
 step falls by the factor `decay` per step. Steps with KL(pi_old || pi) above `max_kl` are skipped. A
 paper on PPO with a million environments states that training ends on a plateau if steps are too
-large for their noise. It was not available in full, so this rule is not the paper's.
+large for their noise. The rule here is our own.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ MARGIN = 1e-3
 finite.
 """
 TRUSTS = np.linspace(0.0, 1.0, 21)
-"""The candidates for the trust g."""
+"""The candidates for the trust g, the weight of the model in forecasts."""
 
 
 @dataclass(frozen=True, slots=True)
