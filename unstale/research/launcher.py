@@ -47,8 +47,8 @@ GRACE_S = 90.0
 
 
 class Plan(Protocol):
-    """An interface of the plans of a comparison and of a study, which consists of several
-    comparisons.
+    """An interface that the plans of a comparison and of a study (several
+    comparisons) implement.
     """
 
     @property

@@ -141,7 +141,7 @@ class ReasoningGymTasks(NumberedTasks):
     def demonstration(self, task: Task) -> tuple[Message, ...]:
         """Return a conversation that solves a puzzle with the calculator.
 
-        Raises `ConfigError` if the task set has no calculator, or if the puzzle does not contain an
+        Raises `ConfigError` if the task set has no calculator, or if the data set provides no
         expression.
         """
         puzzle = self.puzzle(task)

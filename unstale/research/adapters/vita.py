@@ -263,7 +263,8 @@ class VitaAgent(PolicyAgent, BaseAgent):
 class ScriptedUser(BaseUser):
     """A user that follows a fixed script instead of a model.
 
-    It sends its instructions, agrees to the agent's first answer, and then ends the conversation.
+    It sends its instructions, answers the agent's first message with agreement, and ends the
+    conversation after the second one.
     """
 
     _messages = ("{}", "Yes, please go ahead. If all of it is done, tell me so.", STOP)

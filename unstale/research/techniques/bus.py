@@ -67,9 +67,7 @@ REFUSED = {
 slot.
 """
 KEPT = 8
-"""Number of texts that a run keeps in the folder for each task. A newer text
-replaces the oldest.
-"""
+"""Number of texts that a run keeps in the folder for each task. A new text replaces an old one."""
 MOST_CHARACTERS = 20_000
 """Largest number of characters of a text that is read from the folder."""
 

@@ -132,7 +132,7 @@ class TreeConfig(Section):
 
     @property
     def leaves(self) -> int:
-        """The number of episodes of one tree: the one that is forked and its forks."""
+        """The largest number of episodes of one tree: the one that is forked and its forks."""
         return 1 + self.continuations * (1 if self.branch == "turn" else self.places)
 
     @property
