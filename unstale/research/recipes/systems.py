@@ -1,7 +1,7 @@
 """Recipes with the four losses of AReaL, each with tokens up to 4 versions old.
 
-The desk and the model are those of `retail`. AReaL bounds staleness by admission, as
-`schedule.max_staleness` does. Its own option `max_staleness` has the same meaning.
+The desk and the model are those of `retail`. AReaL bounds staleness when it admits new episodes, as
+`schedule.max_staleness` does here. Its option `max_staleness` has the same meaning.
 """
 
 from collections.abc import Callable, Mapping

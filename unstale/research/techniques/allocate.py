@@ -82,8 +82,9 @@ class AllocateConfig(Section, ForecastOptions, RateOptions, SuccessShare):
     read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     gain: Literal["dars_et", "dars_hw", "interval", "v0", "sqrt_law", "v05_risk"] = "dars_et"
-    """The rule. `v0` and `sqrt_law` choose the size of a group before it starts. The others begin
-    with `schedule.group_size` episodes, and add some when these have ended.
+    """The rule that chooses the number of episodes. `v0` and `sqrt_law` choose the size of a group
+    before it starts. The others begin with `schedule.group_size` episodes, and add some when these
+    have ended.
     """
     max: PositiveInt = 32
     """Largest number of episodes of a group. The paper DARS uses 32 with `dars_et` and 64 with

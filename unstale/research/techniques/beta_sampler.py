@@ -2,9 +2,10 @@
 
 Each task of the pool has a Beta distribution of its success rate. For each candidate a rate p is
 drawn from it (Thompson sampling), and the task with the largest p^solved (1 - p)^failed is next.
-solved = failed = 1 favours p = 1/2, and 1 and 2 favour p = 1/3. From VADE (the score from notes of
-others). With `read` = mean, `pick` = proportional and exponents of 0.5, tasks are drawn with
-weights sqrt(p (1 - p)), as in MSSR (built on SPO, arXiv 2509.13232).
+With the exponents `solved` = `failed` = 1, the score is largest at p = 1/2, and with 1 and 2 at p =
+1/3. From VADE (the score as others describe it). With `read` = mean, `pick` = proportional and
+exponents of 0.5, tasks are drawn with weights sqrt(p (1 - p)), as in MSSR (built on SPO, arXiv
+2509.13232).
 """
 
 from __future__ import annotations

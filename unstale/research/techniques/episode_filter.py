@@ -82,8 +82,8 @@ class EpisodeFilterConfig(Section):
     of tool errors.
     """
     calls: str = "tool_calls"
-    """Only for `clean_success`: name of the fact with the number of tool calls. If the environment
-    does not report the fact, turns count instead.
+    """Only for `clean_success`: name of the environment's fact (a reported number) with the number
+    of tool calls. If it is not reported, turns count instead.
     """
     extra: str = ""
     """Only for `clean_success`: name of a fact (a reported number) from 0 to 1 that is added to the

@@ -33,8 +33,8 @@ class LeastVarianceBaselineConfig(Section):
     scope: Literal["group", "batch"] = "group"
     """The sequences that have one baseline: those of a task, or all of a batch."""
     norm: GradientPart = "full"
-    """The gradient whose norm is g: that of all trained weights, or that of the output head alone,
-    which costs no backward pass through the layers.
+    """The gradient whose norm g is used: by all trained weights, or only by the output head, which
+    costs no backward pass through the layers.
     """
     max_weight: NonNegative = 0.0
     """Upper limit of a sequence's ratio w = pi / mu; 0 sets no limit, as in the paper."""
