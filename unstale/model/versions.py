@@ -1,19 +1,20 @@
-"""The lag between versions of the weights, counted in batches.
+"""How far one version of the weights is behind another, counted in batches (the lag).
 
-A resumed run may skip version numbers.
+Version numbers alone do not give the lag, because a resumed run may skip some.
 """
 
 import torch
 from torch import Tensor
 
 VersionGaps = tuple[tuple[int, int], ...]
-"""Skipped version numbers, as pairs `(first number after the gap, count of numbers skipped so
-far)`.
+"""Skipped version numbers: a pair for each gap, (first number after the gap, count of all numbers
+skipped so far).
 """
 
 
 def lag_of(version: Tensor, *, at: int, version_gaps: VersionGaps) -> Tensor:
-    """Return the number of batches by which a policy at version `at` is ahead of each `version`.
+    """Return how many batches a policy at version `at` was trained on since each `version` (the
+    lag).
 
     Each batch makes one version. So without gaps the result is `at - version`, negative for a newer
     version. A gap arises if versions 5 and 6 were published before a crash and the run resumes with
@@ -33,7 +34,7 @@ def lag_of(version: Tensor, *, at: int, version_gaps: VersionGaps) -> Tensor:
 
 
 def num_batches(version: Tensor, version_gaps: VersionGaps) -> Tensor:
-    """Return the number of batches trained before each version, from its number and the gaps."""
+    """Return the number of batches that each version of the weights was trained on."""
     firsts = torch.tensor([first for first, _ in version_gaps], dtype=torch.long)
     skipped = torch.tensor([0, *(skipped for _, skipped in version_gaps)])
     return version - skipped[torch.bucketize(version, firsts, right=True)]
