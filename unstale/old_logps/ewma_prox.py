@@ -1,4 +1,6 @@
-"""The route `ewma_prox`: the old policy is a moving average of the weights, with fixed decay."""
+"""The route `ewma_prox`: compute `old_logp` with a moving average of the weights, with fixed
+decay.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,16 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 DEFAULT_DECAY = 0.5
-"""Default decay of the moving average: its mean age is then one version."""
+"""Decay of the moving average by default. The mean age of the averaged weights is then one
+version.
+"""
 
 
 class EwmaProx(OldLogps):
-    """A route whose old policy is a moving average of the weights of all published versions.
+    """A route that takes a moving average of all published weights for the old policy.
 
-    The values are never exact. With `every_step`, the weights after each optimizer step are
-    averaged instead.
+    Its values are never exact. With `every_step`, the weights after each optimizer step are
+    averaged instead of the published ones.
     """
 
     needs = Needs(resident_models=1, averages=1, forwards="one")
@@ -85,7 +89,7 @@ class EwmaProx(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class EwmaProxSpec(OldLogpsConfig):
-    """Options of the route that scores with a moving average of the weights, with fixed decay."""
+    """Options of the route `ewma_prox`, which averages past weights with a fixed decay."""
 
     route: str = "ewma_prox"
     makes: ClassVar[type[OldLogps]] = EwmaProx

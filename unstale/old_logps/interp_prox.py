@@ -28,7 +28,7 @@ class InterpProx(OldLogps):
 
     Its `old_logp` is never exact (arXiv 2512.06547). The mixture is computed again in every
     training pass. `alpha` is the weight of the current policy. If `alpha` is None, the weight is (d
-    - 1) / d for a token of lag (staleness) d, and `fresh` for a token of lag 0.
+    - 1) / d for a token that was sampled d batches ago (its lag), and `fresh` if d is 0.
     """
 
     needs = Needs(inline=True)
@@ -41,7 +41,9 @@ class InterpProx(OldLogps):
         alpha: float | None = None,
         fresh: float = 1.0,
     ) -> None:
-        """Create the route. `mix` is `loglinear` or `linear` of `unstale.algorithms.proximal`."""
+        """Create the route. `mix` is the function `loglinear` or `linear` of
+        `unstale.algorithms.proximal`.
+        """
         self._scorer = scorer
         self._mix = mix
         self._alpha = alpha
@@ -63,7 +65,7 @@ class InterpProx(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class InterpProxSpec(OldLogpsConfig):
-    """Options of `interp_prox_linear` and `interp_prox_loglinear`.
+    """Options of the routes `interp_prox_linear` and `interp_prox_loglinear`.
 
     Both estimate `old_logp` by a mixture of `behavior_logp` and `logp`.
     """
@@ -91,8 +93,8 @@ class InterpProxSpec(OldLogpsConfig):
         return self.alpha
 
     def oldest_weight(self, run: RunConfig) -> float:
-        """Return the current policy's weight in the mixture for tokens of the largest lag
-        (staleness).
+        """Return the current policy's weight in the mixture for the oldest tokens that the run
+        allows.
         """
         if self.alpha is not None:
             return self.alpha
@@ -123,9 +125,10 @@ class InterpProxSpec(OldLogpsConfig):
         return InterpProx(scorer, mix, alpha=self.alpha, fresh=self._fresh)
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
-        """Return texts for the linter: the old policy's formula, and what the ratios contain.
+        """Return texts for the linter: a formula of the old policy, and what the ratios D and S
+        contain.
 
-        `a` and `rest` are the weights of the current policy and of the engine's policy.
+        `a` and `rest` are the weights of the current policy and of the engine's policy, as text.
         """
         raise NotImplementedError
 
