@@ -12,7 +12,9 @@ from unstale.objectives.clips import LOOSE_ABOVE
 
 @dataclass(frozen=True, kw_only=True)
 class ByDivergence(ObjectiveConfig):
-    """What objectives share that limit a divergence and weight each token by S."""
+    """The common base of objectives that limit a divergence and weight each token by S = pi /
+    pi_old.
+    """
 
     ratio: ClassVar = ("token", "mean")
 
@@ -22,7 +24,7 @@ class ByDivergence(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Dppo(ByDivergence):
-    """An importance weight, and a limit on the divergence of pi from pi_old at the token."""
+    """A weight S = pi / pi_old, and a limit on the divergence of pi from pi_old at the token."""
 
     loss_type: str = "dppo"
     divergence: Literal["tv", "kl"] = "tv"
@@ -61,8 +63,9 @@ class Dppo(ByDivergence):
         )
 
     def thresholds(self) -> Iterator[float]:
-        """Yield the smallest log S at which a token is stopped; for `kl`, of a token with
-        probability 1/2.
+        """Yield the smallest log S at which a token may be stopped, for each limit.
+
+        S is pi / pi_old. For `kl`, this is the value for a token with probability 1/2.
         """
         for limit in (self.divergence_low, self.divergence_high):
             if self.divergence == "kl":
@@ -81,7 +84,9 @@ class Dppo(ByDivergence):
 
 @dataclass(frozen=True, kw_only=True)
 class Drpo(ByDivergence):
-    """An importance weight that fades with the change of a token's probability, and turns back."""
+    """A weight S = pi / pi_old that fades with the change of a token's probability, and turns
+    back.
+    """
 
     loss_type: str = "drpo"
     drpo_delta: Positive = 0.2
@@ -106,7 +111,7 @@ class Drpo(ByDivergence):
         )
 
     def thresholds(self) -> Iterator[float]:
-        """Yield the smallest log S at which a gradient can be 0."""
+        """Yield the smallest log S (S = pi / pi_old) at which the gradient of a token can be 0."""
         if self.drpo_delta < 1:
             yield -math.log1p(-self.drpo_delta)
 
@@ -117,7 +122,7 @@ class Drpo(ByDivergence):
 
 @dataclass(frozen=True, kw_only=True)
 class Vaco(ByDivergence):
-    """An importance weight, and a limit on the total variation of a sequence."""
+    """A weight S = pi / pi_old, and a limit on the total variation of a sequence."""
 
     loss_type: str = "vaco"
     vaco_delta: Positive = 0.2

@@ -42,7 +42,7 @@ class Sapo(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Vespo(ObjectiveConfig):
-    """REINFORCE with a soft weight of the ratio of the whole sequence."""
+    """REINFORCE with a soft weight of the whole sequence, computed from its ratio pi / pi_old."""
 
     loss_type: str = "vespo"
     vespo_k_pos: NonNegative = 2.0
@@ -79,7 +79,10 @@ class Vespo(ObjectiveConfig):
         return f"a weight S^k exp(lambda (1 - S)) ({pairs})"
 
     def thresholds(self) -> Iterator[float]:
-        """Yield the log S above 0 at which 7% of the weight remain."""
+        """Yield the log W above 0 at which 7% of the weight remain, for each sign of the advantage.
+
+        W is the product of a sequence's ratios pi / pi_old.
+        """
         pos = self.vespo_k_pos, self.vespo_lambda_pos
         for k, rate in (pos, (self.vespo_k_neg, self.vespo_lambda_neg)):
             low, high = max(0.0, math.log(k / rate) if k else 0.0), 20.0
@@ -92,7 +95,9 @@ class Vespo(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PulledBack(ObjectiveConfig):
-    """Options of an objective with a penalty on (log S)^2, where S is the staleness ratio."""
+    """Options of an objective with a penalty on (log S)^2, where S = pi / pi_old is the staleness
+    ratio.
+    """
 
     @property
     def trains_zero_advantage(self) -> bool:
@@ -112,7 +117,7 @@ class PulledBack(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Dro(PulledBack):
-    """A regression of the logarithm of the staleness ratio to the advantage."""
+    """A regression of the logarithm of S = pi / pi_old to the advantage."""
 
     loss_type: str = "dro"
     dro_beta: Positive = 0.05
@@ -137,7 +142,7 @@ class Dro(PulledBack):
 
 @dataclass(frozen=True, kw_only=True)
 class KlPenalty(PulledBack):
-    """PPO with a penalty on the logarithm of the staleness ratio instead of a clip."""
+    """PPO with a penalty on (log S)^2 instead of a clip, where S = pi / pi_old."""
 
     loss_type: str = "kl_penalty"
     kl_penalty: NonNegative = 1.0
@@ -162,7 +167,7 @@ class KlPenalty(PulledBack):
 
 @dataclass(frozen=True, kw_only=True)
 class Unlimited(ObjectiveConfig):
-    """REINFORCE with an importance weight and no trust region."""
+    """REINFORCE with the importance weight S = pi / pi_old and no limit on it."""
 
     loss_type: str = "none"
 
