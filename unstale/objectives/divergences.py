@@ -12,9 +12,7 @@ from unstale.objectives.clips import LOOSE_ABOVE
 
 @dataclass(frozen=True, kw_only=True)
 class ByDivergence(ObjectiveConfig):
-    """The common base of objectives that limit a divergence and weight each token by S = pi /
-    pi_old.
-    """
+    """Options of an objective that limits a divergence and weights tokens by S = pi / pi_old."""
 
     ratio: ClassVar = ("token", "mean")
 
@@ -84,9 +82,7 @@ class Dppo(ByDivergence):
 
 @dataclass(frozen=True, kw_only=True)
 class Drpo(ByDivergence):
-    """A weight S = pi / pi_old that fades with the change of a token's probability, and turns
-    back.
-    """
+    """A weight S = pi / pi_old that fades as a token's probability changes, and turns back."""
 
     loss_type: str = "drpo"
     drpo_delta: Positive = 0.2

@@ -95,9 +95,7 @@ class Vespo(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PulledBack(ObjectiveConfig):
-    """Options of an objective with a penalty on (log S)^2, where S = pi / pi_old is the staleness
-    ratio.
-    """
+    """Options of an objective with a penalty on (log S)^2, where S = pi / pi_old."""
 
     @property
     def trains_zero_advantage(self) -> bool:

@@ -44,9 +44,7 @@ class CurrentRecompute(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentRecomputeSpec(OldLogpsConfig):
-    """Options of the route `current_recompute`, which uses the trainer's weights before each
-    step.
-    """
+    """Options of the route `current_recompute`, which uses the weights before each step."""
 
     route: str = "current_recompute"
     makes: ClassVar[type[OldLogps]] = CurrentRecompute

@@ -74,9 +74,7 @@ class SnapshotOld(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOldSpec(ExactSpec):
-    """Options of the route `snapshot_old`, which keeps the weights of versions with untrained
-    tokens.
-    """
+    """Options of the route `snapshot_old`, which keeps the weights of past versions."""
 
     route: str = "snapshot_old"
     makes: ClassVar[type[OldLogps]] = SnapshotOld
