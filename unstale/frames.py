@@ -24,9 +24,7 @@ _DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def is_hidden(file: str, function: str) -> bool:
-    """Return True for code that is not shown to users: of this package, or generated
-    (dataclasses).
-    """
+    """Return True for code that users are not shown: this package's, and generated code."""
     return _is_generated(file, function) or file.startswith((PACKAGE, "<frozen "))
 
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:  # environments and the command line import records without to
 
 
 class Truncation(NamedTuple):
-    """The limits that choose the tokens from which sampling draws (the kept set), applied in this
-    order.
+    """The limits that choose the kept set, from which sampling draws. They apply in this order.
 
     `min_p` keeps the tokens with at least this share of the highest probability. `top_k` keeps the
     k most probable of these (0: all). `top_p` keeps the fewest of those, the most probable first,
@@ -68,8 +67,9 @@ class KeptSets:
         return not self.sizes.all()
 
     def at(self, index: Any) -> "KeptSets":
-        """Return the sets of some of the n tokens. `index` is an array or tensor `[m]`, or a
-        slice.
+        """Return the sets of some of the n tokens.
+
+        `index` is an array or tensor `[m]`, or a slice.
         """
         import numpy as np
 
@@ -80,8 +80,9 @@ class KeptSets:
         return KeptSets(sizes, self.ids[np.repeat(starts, sizes) + within])
 
     def split(self, counts: Sequence[int]) -> "list[KeptSets]":
-        """Divide the sets into those of successive runs of tokens. `counts` has the lengths of the
-        runs.
+        """Divide the sets into those of successive runs of tokens.
+
+        `counts` has the lengths of the runs.
         """
         ends = [*accumulate(counts)]
         return [self.at(slice(end - n, end)) for n, end in zip(counts, ends, strict=True)]
@@ -109,13 +110,12 @@ class KeptSets:
         return cls(sizes, np.frombuffer(data, np.int32, int(sizes.sum()), sizes.nbytes))
 
     def pack(self, tokens: "Sequence[int] | NDArray[Any]") -> bytes:
-        """Return the sets as compressed bytes. `tokens` are the drawn tokens, which are left out of
-        the sets.
+        """Return the sets as compressed bytes.
 
-        Sets of one text resemble each other. So a set of `_LEAST` or more ids may refer to an
-        earlier one: a bit for each id of that set says whether this set has it too, and only
-        further ids follow. Ids are written as differences. Raises ValueError if a set lacks its
-        drawn token.
+        `tokens` are the drawn tokens, which are left out of the sets. Sets of one text resemble
+        each other. So a set of `_LEAST` or more ids may refer to an earlier one: a bit for each id
+        of that set says whether this set has it too, and only further ids follow. Ids are written
+        as differences. Raises ValueError if a set lacks its drawn token.
         """
         import lzma
 
@@ -165,8 +165,9 @@ class KeptSets:
     def _read(
         cls, marks: bytes, numbers: "NDArray[np.int64]", tokens: "Sequence[int] | NDArray[Any]"
     ) -> "KeptSets":
-        """Return the sets from the parts that `pack` wrote. Raises ValueError or IndexError for
-        others.
+        """Return the sets from the parts that `pack` wrote.
+
+        Raises ValueError or IndexError for others.
         """
         import numpy as np
 
@@ -232,8 +233,7 @@ _LEB_BYTES = 5
 
 
 def _best_reference(ids: "NDArray[np.int64]", past: "Sequence[Ids]") -> int:
-    """Return how far back the earlier set is that saves most bits as a reference. 0 if none saves
-    any.
+    """Return how far back the set is that saves most bits as a reference, or 0 if none saves any.
 
     The last set has the distance 1. An id in common saves about the logarithm of the mean
     difference of ids, and each id of the earlier set costs a bit.

@@ -87,14 +87,14 @@ class TechniqueHooks(Protocol):
         ...
 
     def rounds(self, request: GroupRequest) -> Rounds | None:
-        """Return an object that decides about a group's episodes while they run. None if nothing
-        does.
+        """Return an object that decides about a group's episodes while they run.
+
+        None if nothing does.
         """
         ...
 
     def read_states(self, groups: Sequence[Group]) -> None:
-        """Compute hidden states of the episodes of a batch, for techniques, before `credit` is
-        called.
+        """Compute hidden states of a batch's episodes, which techniques use in `credit`.
 
         Called in the trainer's thread.
         """
@@ -260,9 +260,7 @@ async def take_steps(run: RunComponents, publication: "Publication") -> Progress
 
 
 def ends_early(run: RunComponents) -> bool:
-    """Return True if the run ends because evaluations did not improve for long
-    (`eval.patience`).
-    """
+    """Return True if the run ends because evaluations no longer improve (`eval.patience`)."""
     return run.evaluation is not None and run.evaluation.ends_run
 
 
@@ -532,8 +530,9 @@ async def learn(
 
 
 def measure_sampling(run: RunComponents) -> Mapping[str, float]:
-    """Return metrics since the last call: counters and speed of engines, waiting times of episodes
-    in seconds.
+    """Return metrics of the engines and of the episodes' waiting times since the last call.
+
+    Times are in seconds.
     """
     return {**rates(run.engine.metrics()), **run.rollout.wait_times.read("rollout")}
 
@@ -681,10 +680,10 @@ class Publication:
         return snapshot, time.monotonic() - began
 
     async def _notify_scorers(self, live: Collection[int]) -> None:
-        """Notify the route and the auditor, in the trainer's thread, that engines use the new
-        version.
+        """Notify the route and the auditor that engines use the new version.
 
-        `live` are the versions whose sampled tokens are still to be trained on.
+        The calls run in the trainer's thread. `live` are the versions whose sampled tokens are
+        still to be trained on.
         """
         await self._run.trainer_thread.run(self._run.old_logps.on_published, live)
         await self._run.trainer_thread.run(self._run.auditor.on_published, live)

@@ -37,9 +37,7 @@ class PictureError(ValueError):
 
 
 class Picture(NamedTuple):
-    """A picture in a record: the number that stands for it among tokens, and the SHA-256 of its
-    file, in hex.
-    """
+    """A picture in a record: the number that is its token, and the SHA-256 of its file in hex."""
 
     number: int
     digest: str
@@ -88,8 +86,9 @@ class PictureStore:
         return self
 
     def open(self, folder: Path) -> None:
-        """Use `folder` from now on, with the pictures that it already has. Copy the store's
-        pictures to it.
+        """Use `folder` from now on, with the pictures that it already has.
+
+        Copy the store's pictures to it.
         """
         folder.mkdir(exist_ok=True)
         for each in folder.glob(f".*{_END}"):  # left by a crash
@@ -102,8 +101,9 @@ class PictureStore:
                 raise PictureError(f"{folder} has another picture with the number {number:08x}")
 
     def find(self, digest: str) -> int | None:
-        """Return the number of the picture with the SHA-256 `digest`. None if the store does not
-        have it.
+        """Return the number of the picture with the SHA-256 `digest`.
+
+        None if the store does not have it.
         """
         if number := self._numbers.get(digest):
             return number
@@ -116,8 +116,9 @@ class PictureStore:
         return None
 
     def add(self, digest: str, arrays: "Arrays") -> int:
-        """Store the pixels of a picture with the SHA-256 `digest`, on the disk. Return its
-        number.
+        """Store the pixels of a picture with the SHA-256 `digest`, on the disk.
+
+        Return its number.
         """
         with self._lock:
             if known := self.find(digest):
@@ -170,9 +171,7 @@ class PictureStore:
 
 
 def _candidates(digest: str) -> Iterator[int]:
-    """Yield the numbers that a picture may have: first the one from its hash, then those after
-    it.
-    """
+    """Yield the numbers that a picture may have: first the one from its hash, then later ones."""
     start = int(digest[:8], 16) % FIRST
     for place in range(1 << 10):
         yield FIRST + (start + place) % FIRST
@@ -188,8 +187,9 @@ def _save(path: Path, digest: str, arrays: "Arrays") -> None:
 
 
 def _load(path: Path) -> "tuple[str, Arrays]":
-    """Return a picture's SHA-256 and its pixels. Raises `PictureError` for a lost or damaged
-    file.
+    """Return a picture's SHA-256 and its pixels.
+
+    Raises `PictureError` for a lost or damaged file.
     """
     from safetensors import SafetensorError, safe_open
 

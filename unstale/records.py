@@ -145,8 +145,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of the context of sampled text: from the one in which it was sampled to the recorded
-    one.
+    """A change of the context of text, after the text was sampled in it.
 
     The text was sampled with `tokens` in place of the recorded tokens `start` to `stop`. All other
     tokens before the text are equal in both contexts.
@@ -218,8 +217,9 @@ def is_reply(piece: Piece) -> bool:
 
 
 def first_tokens(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
-    """Return the pieces with an episode's first `count` tokens. A piece of placed text is not
-    divided.
+    """Return the pieces with an episode's first `count` tokens.
+
+    A piece of placed text is not divided.
     """
     taken: list[Piece] = []
     for piece in pieces:
@@ -395,8 +395,8 @@ class Trajectory:
     def role_reward(self) -> float:
         """The sum of the rewards that count for this conversation's role.
 
-        A reward named `<role>/<name>` counts only for this role, and other rewards for all. Without
-        a role, this is the episode's reward.
+        A reward named `<role>/<name>` counts only for the role in its name, and other rewards for
+        all. Without a role, this is the episode's reward.
         """
         if not self.role:
             return self.reward
@@ -411,8 +411,9 @@ class Trajectory:
 
     @property
     def success(self) -> bool:
-        """True if the fact `success` is at least 1. Without this fact, the reward must be at least
-        1.
+        """True if the fact `success` is at least 1.
+
+        Without this fact, the reward must be at least 1.
         """
         return is_success(self.rewards, self.facts)
 
@@ -616,15 +617,14 @@ class Group:
 
     @property
     def finished(self) -> tuple[Trajectory, ...]:
-        """All finished trajectories of the task: those to train on, and those that a filter left
-        out.
-        """
+        """All finished trajectories, also those that a filter left out of training."""
         return (*self.trajectories, *self.unused)
 
     @property
     def has_one_reward(self) -> bool:
-        """True if all trajectories have the same reward. Those that a technique ended early have
-        none.
+        """True if all trajectories have the same reward.
+
+        Those that a technique ended early have none.
         """
         return len({each.reward for each in self.trajectories if each.stop != "pruned"}) <= 1
 
@@ -748,8 +748,9 @@ class GroupRequest:
     """Recorded decisions of techniques about the group's running episodes, from before a resume."""
 
     def opens(self) -> Iterator[PendingPiece]:
-        """Yield the pieces that the group's episodes sampled before a resume, without failed
-        episodes.
+        """Yield the pieces that the group's episodes sampled before a resume.
+
+        Failed episodes are left out.
         """
         for past in self.past:
             if isinstance(past.outcome, Failure):
@@ -780,9 +781,7 @@ class StoredLogps:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What a teacher does for a sequence (technique `distil`): which teacher, and what only it
-    reads.
-    """
+    """What a sequence's teacher reads, and which teacher it is (technique `distil`)."""
 
     teacher: int = 0
     """The index of the teacher in the option `distil.teacher`."""
@@ -915,9 +914,7 @@ class Batch:
 
     @property
     def trained(self) -> "Tensor":
-        """A mask `[T]` of the tokens that can have a loss: sampled ones, and placed ones with a
-        loss.
-        """
+        """A mask `[T]` of tokens that can have a loss: sampled ones, and placed ones with one."""
         return self.sampled | self.placed.trained if self.placed else self.sampled
 
     def whole_sequences(self) -> "Batch":
@@ -945,8 +942,7 @@ class Batch:
         )
 
     def of_owners(self, values: "Tensor") -> "Tensor":
-        """Return `values` `[T]`, in which each shared token has the value of the episode that
-        sampled it.
+        """Return `values` `[T]` with the value of the sampling episode at each shared token.
 
         Raises KeyError if such an episode is not in the batch.
         """
@@ -960,8 +956,7 @@ class Batch:
         return values.index_put((found,), values[first + shared.at[found]])
 
     def with_owners(self, sequences: Sequence[int]) -> list[int]:
-        """Return the indices `sequences`, and those of the sequences that sampled their shared
-        tokens.
+        """Return the indices `sequences`, and those that sampled their shared tokens.
 
         Raises ValueError if such a sequence is not in the batch.
         """
@@ -998,9 +993,7 @@ class Batch:
         return count_tokens(self.offsets, where)
 
     def sequences_with(self, where: "Tensor") -> list[int]:
-        """Return the indices of the sequences that have a token in the mask `where` (`[T]`
-        bool).
-        """
+        """Return the indices of the sequences with a token in the mask `where` (`[T]` bool)."""
         return [i for i, count in enumerate(self.count(where)) if count]
 
     def select(self, sequences: Sequence[int]) -> "tuple[Batch, Tensor]":
@@ -1279,9 +1272,7 @@ def _reaches(
 
 
 def _fork_place(fork: Fork, by_episode: Mapping[int, Trajectory]) -> tuple[int, int]:
-    """Return the episode that itself reached the place of a fork, and the number of tokens before
-    it.
-    """
+    """Return the episode that itself reached a fork's place, and the number of tokens before it."""
     parent = fork.parent
     while (before := by_episode.get(parent)) and before.fork and fork.at <= before.fork.at:
         parent = before.fork.parent

@@ -55,9 +55,7 @@ def pack_experts(experts: Any, num_experts: int, *, routed: Sequence[bool] = ())
 
 
 def missing(dtype: Any) -> int:
-    """Return the number that marks a missing row (token without a record) in arrays of this
-    dtype.
-    """
+    """Return the number that marks a missing row (a token without a record) in an array."""
     import numpy as np
 
     return int(np.iinfo(dtype).max)
@@ -131,8 +129,7 @@ def _recorded(experts: "Experts") -> "NDArray[np.bool_]":
 def link(
     routed_experts: RoutedExperts | None, before: RoutedExperts | None, *, stop: int
 ) -> RoutedExperts | None:
-    """Return a reply's routed experts, cut before the token `stop`, with `before` as earlier
-    record.
+    """Return a reply's routed experts before the token `stop`, linked to an earlier record.
 
     `before` is the previous record of the same version and episode, or None. If `routed_experts` is
     None, return `before`.
@@ -156,9 +153,7 @@ class ExpertTable:
     """
 
     def select(self, sequences: Sequence[int], index: "Tensor") -> "ExpertTable":
-        """Return the table of some sequences, whose tokens are at the positions `index` of the
-        batch.
-        """
+        """Return the table of some sequences, whose tokens are at the positions `index`."""
         return ExpertTable(tuple(self.sequences[i] for i in sequences), self.complete[index])
 
     def rows(self, batch: "Batch", where: "Tensor") -> "Tensor":
@@ -189,8 +184,7 @@ class ExpertTable:
 
 
 def no_rows(example: RoutedExperts | None, count: int) -> "Tensor":
-    """Return `count` rows marked as missing, `[count, layers, k]`, with sizes and dtype of
-    `example`.
+    """Return `count` missing rows `[count, layers, k]`, with sizes and dtype of `example`.
 
     If `example` is None, `layers` and `k` are 0.
     """

@@ -31,8 +31,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SecondSignal(KeyboardInterrupt):
-    """Error raised by the second Ctrl-C in a notebook or interactive Python, where the process goes
-    on.
+    """Error raised by the second Ctrl-C in a notebook or interactive Python, which goes on.
 
     Code that turns errors of environments into failed episodes must not catch this error.
     """

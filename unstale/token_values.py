@@ -18,8 +18,9 @@ first trained on.
 
 
 class TokenFlag(IntFlag):
-    """Flags that say how the values of a trained token were computed and used. Several may be
-    set.
+    """Flags that say how the values of a trained token were computed and used.
+
+    Several may be set.
     """
 
     EXACT = 1

@@ -63,9 +63,7 @@ def find_estimator(name: str) -> Estimator:
 
 @estimator
 def grpo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """GRPO (arXiv 2402.03300): the reward minus the group's mean, divided by its standard
-    deviation.
-    """
+    """GRPO (arXiv 2402.03300): reward minus the group's mean, divided by the group's deviation."""
     return _score(groups, grpo_advantage(*_outcomes(groups)))
 
 
@@ -412,9 +410,7 @@ def _score(groups: Sequence[Group], advantage: Tensor) -> list[ScoredTrajectory]
 
 
 def _members(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Renumber groups as 0, 1, ... Return the number of each episode's group, and the size of each
-    group.
-    """
+    """Return each episode's group as a number 0, 1, ..., and the size of each group."""
     _, index, count = group.unique(return_inverse=True, return_counts=True)
     return index, count
 
@@ -424,9 +420,7 @@ def _sum(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _centre(values: Tensor, index: Tensor, share: Tensor) -> Tensor:
-    """Subtract from each value the mean of its group, with weights `share` that sum to 1 over a
-    group.
-    """
+    """Subtract from each value its group's mean, with weights `share` that sum to 1 per group."""
     return values - _sum(share * values, index)[index]
 
 

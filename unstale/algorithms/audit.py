@@ -47,8 +47,9 @@ class Tokens:
     """True for sampled tokens whose true `old_logp` is known. All other tokens are ignored."""
 
     def flat(self) -> "Tokens":
-        """Return only the tokens where `sampled` is True: tensors `[N]`, log-probabilities in
-        float64.
+        """Return only the tokens where `sampled` is True, as tensors `[N]`.
+
+        Log-probabilities are float64.
         """
         where = self.sampled
         columns = (getattr(self, field.name)[where] for field in fields(self))
@@ -118,7 +119,7 @@ def decomposition_error(tokens: Tokens) -> Estimate | None:
 
 
 def error_by_lag(tokens: Tokens) -> dict[int, Estimate]:
-    """Return the mean absolute error of the approximated `old_logp`, by the lag of the tokens."""
+    """Return the mean absolute error of the approximated `old_logp`, by lag in batches."""
     flat = tokens.flat()
     estimates: dict[int, Estimate] = {}
     for lag in flat.lag.unique().tolist():

@@ -134,8 +134,9 @@ def unit_ids(
 
 
 def renumber(ids: Int[Tensor, "*shape"]) -> tuple[Int[Tensor, "n"], int]:
-    """Number the different ids 0, 1, ... in sorted order. Return these numbers, flattened, and
-    their count.
+    """Number the different ids 0, 1, ... in sorted order.
+
+    Return these numbers, flattened, and their count.
 
     >>> renumber(torch.tensor([-7, 2**60, -7]))
     (tensor([0, 1, 0]), 2)

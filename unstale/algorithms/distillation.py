@@ -18,12 +18,11 @@ MIXTURES = {"forward": 0.0, "reverse": 1.0}
 def reverse_advantage(
     logp: Float[Tensor, "*shape"], teacher_logp: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return log q - log p of each token, without gradient, where p is the policy and q the
-    teacher.
+    """Return log q - log p of each token, where p is the policy and q the teacher.
 
-    With this advantage and the importance ratio p / mu, the policy gradient on tokens that mu
-    sampled is minus the gradient of KL(p || q), in expectation. `logp` must be that of the policy
-    whose gradient is taken, not an older one.
+    The result has no gradient. With this advantage and the importance ratio p / mu, the policy
+    gradient on tokens that mu sampled is minus the gradient of KL(p || q), in expectation. `logp`
+    must be that of the policy whose gradient is taken, not an older one.
     """
     return teacher_logp - logp.detach()
 

@@ -89,21 +89,17 @@ class EffectiveHorizon:
 
 
 def random_values(task: Tabular) -> Values:
-    """Return Q^1: the expected return of each action in each step, if all later actions are
-    random.
-    """
+    """Return Q^1: the expected return of each action in each step, if later ones are random."""
     return _values(task, lambda values: values.mean(-1))
 
 
 def optimal_values(task: Tabular) -> Values:
-    """Return Q*: the return of each action in each step, if all later actions are optimal."""
+    """Return Q*: the return of each action in each step, if later ones are optimal."""
     return _values(task, lambda values: values.amax(-1))
 
 
 def back_up(task: Tabular, values: Values) -> Values:
-    """Do one step of Q-iteration: return the reward plus the largest of `values` in the next
-    step.
-    """
+    """Do one step of Q-iteration: return the reward plus the best of the next step's `values`."""
     return torch.stack(
         [
             task.reward.double() + _of_next(task, later.amax(-1) if later is not None else None)

@@ -396,8 +396,7 @@ def loss_divisor(
     sequence: Int[Tensor, "*shape"],
     how: LossAggregation = "action_tokens",
 ) -> int:
-    """Return what a part of a batch adds to the divisor of the batch's loss, in tokens or
-    sequences.
+    """Return what a part of a batch adds to the loss's divisor: a number of tokens or sequences.
 
     The loss of the part with its own `token_norm`, times this number, does not depend on the other
     parts. So the loss of the batch is the sum of these products over its parts, divided by the sum

@@ -158,8 +158,9 @@ def attend_by_tree(
 def attend_by_block(
     query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float | None
 ) -> Tensor:
-    """Return the attention output `[1, heads, N, width]`, by CPU flash attention on blocks of
-    tokens.
+    """Return the attention output `[1, heads, N, width]`, by flash attention on blocks.
+
+    For CPUs only.
     """
     out: Tensor = _BlockAttention.apply(query, key, value, (segments, scale))
     return out
@@ -213,8 +214,9 @@ def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[Attent
 
 
 def _blocks_index(starts: Sequence[int], length: int) -> slice | Tensor:
-    """Return the index of all tokens in blocks of one length: a slice if the blocks are
-    adjacent.
+    """Return the index of all tokens in blocks of one length.
+
+    It is a slice if the blocks are adjacent.
     """
     if all(after - before == length for before, after in pairwise(starts)):
         return slice(starts[0], starts[-1] + length)

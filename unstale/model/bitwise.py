@@ -155,9 +155,7 @@ def _wide_class(base: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _rotary_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a rotary embedding that reads its angles from a table in a packed
-    pass.
-    """
+    """Return a subclass of a rotary embedding that has a table of angles in packed passes."""
 
     def forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if running.get() is None:

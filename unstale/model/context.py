@@ -59,12 +59,12 @@ class ContextGroup:
         return here, rows[here] - tokens.start
 
     def assemble(self, values: Tensor, here: Tensor, count: int) -> Tensor:
-        """Join the values that the ranks computed. Every rank receives all `count` values,
-        `[count]`.
+        """Join the values that the ranks computed.
 
-        `here` `[r]` are the positions in the result of this rank's `values` `[r]`. The gradient of
-        each value goes to the rank that computed it. All ranks compute the same loss from the
-        result, so the sum of their gradients is that of one process.
+        Every rank receives all `count` values, `[count]`. `here` `[r]` are the positions in the
+        result of this rank's `values` `[r]`. The gradient of each value goes to the rank that
+        computed it. All ranks compute the same loss from the result, so the sum of their gradients
+        is that of one process.
         """
         whole: Tensor = _Assemble.apply(values, here, count, self.group)
         return whole

@@ -95,8 +95,9 @@ def _layer(module: Any, name: str) -> Callable[[int, Tensor], Tensor]:
 
 
 class _Spread(torch.autograd.Function):
-    """Copy each row of `[T, K]` to its k places in a tensor of `count` rows. Other rows are
-    zero.
+    """Copy each row of `[T, K]` to its k places in a tensor of `count` rows.
+
+    Other rows are zero.
     """
 
     @staticmethod

@@ -50,8 +50,7 @@ class ExpertRecorder:
         self._chosen[layer].append(_parts(output)[2])
 
     def take(self) -> Tensor:
-        """Return the chosen experts `[N, layers, k]` of the N tokens in all passes since the last
-        call.
+        """Return the experts `[N, layers, k]` of the N tokens in all passes since the last call.
 
         Only layers with a router count.
         """

@@ -30,8 +30,7 @@ _last_states: ContextVar[list[Tensor] | None] = ContextVar("hidden states of pas
 
 @contextmanager
 def last_states() -> Iterator[list[Tensor]]:
-    """Return a context with a list to which each forward pass appends its last hidden states `[R,
-    H]`.
+    """Return a context with a list, to which each pass appends its last hidden states `[R, H]`.
 
     These are the R states from which the pass computes log-probabilities. They have a gradient if
     gradients are enabled.

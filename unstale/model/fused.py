@@ -81,9 +81,7 @@ def normed(module: Any, hidden: Tensor) -> Tensor:
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of contiguous rows `[..., width]`, and each row's inverse RMS
-    `[rows]`.
-    """
+    """Return the RMS norm of contiguous rows `[..., width]`, and the rows' inverse RMS `[rows]`."""
     out = torch.empty_like(x)
     width = x.shape[-1]
     rows = x.numel() // width
@@ -109,8 +107,9 @@ def turn_heads(
 
 
 def swiglu(both: Tensor) -> Tensor:
-    """Return `silu(gate) * up` `[R, width]`. Each row of `both` `[R, 2 * width]` is gate, then
-    up.
+    """Return `silu(gate) * up` `[R, width]`.
+
+    Each row of `both` `[R, 2 * width]` is gate, then up.
     """
     width = both.shape[1] // 2
     inner = both.new_empty(len(both), width)
@@ -176,8 +175,7 @@ def attend(
     position_embeddings: tuple[Tensor, Tensor],
     products: Products,
 ) -> Tensor:
-    """Return the output of an attention module, whose model is in `ARCHITECTURES`, in a packed
-    pass.
+    """Return the output of an attention module of `ARCHITECTURES`, in a packed pass.
 
     `products` computes the module's matrix products.
     """
@@ -388,9 +386,7 @@ def _split_gradients(
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Return True if a linear layer is a `linear.Linear` without hooks, adapters or a new
-    forward.
-    """
+    """Return True if a linear layer is a `linear.Linear` without hooks or adapters."""
     return type(layer) is Linear and is_unchanged(layer)
 
 

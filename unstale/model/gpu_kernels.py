@@ -33,9 +33,7 @@ class GpuKernels:
     """
 
     def pieces(self, rows: int) -> int:
-        """Return the number of partial sums into which a weight's gradient over `rows` rows is
-        divided.
-        """
+        """Return into how many partial sums a weight's gradient over `rows` rows is divided."""
         return triton.cdiv(rows, ROWS)
 
     def norm(
@@ -224,8 +222,7 @@ class GpuKernels:
         high: int,
         half: bool,
     ) -> None:
-        """Round float32 `weights` `[count]` stochastically into `out`, as `rounding.c` does on
-        CPUs.
+        """Round float32 `weights` `[count]` stochastically into `out`, as `rounding.c` does.
 
         `out` is float16 with `half`, otherwise bfloat16. `first` is the index of the first weight
         in its tensor. `low` and `high` are the keys of the random bits (`rounding.Draw.keys`).

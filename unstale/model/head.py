@@ -166,8 +166,9 @@ def token_logps(  # noqa: PLR0913 - the options of a query
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of log-probabilities for a model in `dtype`: float64 for float64, else
-    float32.
+    """Return the dtype of log-probabilities for a model in `dtype`: float32 or float64.
+
+    It is float64 only for a float64 model.
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -272,9 +273,7 @@ class _Head(torch.autograd.Function):
 
 
 class RowwiseLinear(nn.Linear):
-    """An output head whose logits and log-probabilities are computed by the kernels of
-    `rowwise.c`.
-    """
+    """An output head that computes logits and log-probabilities by `rowwise.c`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return float32 logits, without gradient.

@@ -47,9 +47,7 @@ def find_layer(model: PreTrainedModel, depth: float) -> nn.Module:
 
 @contextmanager
 def outputs_of(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """Return a context with a list, to which each forward pass appends the layer's output `[N,
-    H]`.
-    """
+    """Return a context with a list, to which each pass appends the layer's output `[N, H]`."""
     found: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: Any, output: Any) -> None:

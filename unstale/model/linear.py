@@ -213,8 +213,9 @@ class Products(Protocol):
         ...
 
     def for_weight(self, grad: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of a weight, `grad [R, N]^T @ rows [R, K]`. `dtype` is the
-        weight's.
+        """Return the gradient of a weight, `grad [R, N]^T @ rows [R, K]`.
+
+        `dtype` is the weight's.
         """
         ...
 

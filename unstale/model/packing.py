@@ -87,8 +87,7 @@ def _cost(tokens: int, rows: int) -> int:
 
 
 def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[int, int]]:
-    """Return those spans `(start, end)` of tokens that have a token in the mask `where` (`[T]`
-    bool).
+    """Return those spans `(start, end)` that have a token in the mask `where` (`[T]` bool).
 
     Each span is cut after its last token in the mask.
     """
@@ -102,8 +101,9 @@ def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[
 
 
 def cut(packed: Packed, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tensor]:
-    """Return only the tokens in `spans`, one span as one sequence, and their indices `[t]` in
-    `packed`.
+    """Return only the tokens in `spans`, and their indices `[t]` in `packed`.
+
+    Each span becomes one sequence.
     """
     index = token_positions(spans)
     offsets = accumulate((end - start for start, end in spans), initial=0)

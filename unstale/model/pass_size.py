@@ -28,8 +28,9 @@ MOST = {"cuda": 65_536, "cpu": 8_192}
 
 
 class DecoderSizes(Protocol):
-    """The sizes of a decoder model with gated MLPs or experts: counts of layers, heads and experts,
-    and widths in features.
+    """The sizes of a decoder model with gated MLPs or experts.
+
+    They are counts of layers, heads and experts, and widths in features.
     """
 
     @property

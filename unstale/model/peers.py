@@ -95,18 +95,19 @@ class RankGroup:
 
     @property
     def reports(self) -> bool:
-        """True if this rank reports the results of its passes. One rank of each context group
-        does.
+        """True if this rank reports the results of its passes.
+
+        One rank of each context group does.
         """
         return self.context is None or self.context.rank == 0
 
     def deal(self, costs: Sequence[int]) -> list[tuple[int, bool]]:
-        """Distribute forward passes over the ranks by their costs. Return the passes that this rank
-        runs.
+        """Distribute forward passes over the ranks by their costs.
 
-        A pass is (index in `costs`, True if its result counts). All ranks run equally many passes,
-        because they exchange weights in each. Every pass counts on one rank, or on all ranks of one
-        context group. A rank with too few passes runs the cheapest one again, which does not count.
+        Return the passes that this rank runs. A pass is (index in `costs`, True if its result
+        counts). All ranks run equally many passes, because they exchange weights in each. Every
+        pass counts on one rank, or on all ranks of one context group. A rank with too few passes
+        runs the cheapest one again, which does not count.
 
         >>> RankGroup(0, 2).deal([5, 9, 1]), RankGroup(1, 2).deal([5, 9, 1])
         ([(1, True), (2, False)], [(0, True), (2, True)])
@@ -128,8 +129,9 @@ class RankGroup:
         return [(i, True) for i in mine] + [(cheapest, False)] * (rounds - len(mine))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, which must have equal shapes. `tensor` is
-        overwritten.
+        """Return the sum of the ranks' tensors, which must have equal shapes.
+
+        `tensor` is overwritten.
         """
         if self.count > 1:
             dist.all_reduce(tensor, group=self.group)
@@ -143,8 +145,9 @@ class RankGroup:
         return int(largest)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values that all ranks have given, in the order of the ranks. They must be
-        picklable.
+        """Return the values that all ranks have given, in the order of the ranks.
+
+        They must be picklable.
         """
         if self.count == 1:
             return [value]
@@ -164,8 +167,9 @@ class RankGroup:
         return values or []
 
     def from_first(self, value: T) -> T:
-        """Return the first rank's value on all ranks, copied by pickle. Other ranks' values are
-        ignored.
+        """Return the first rank's value on all ranks, copied by pickle.
+
+        Other ranks' values are ignored.
         """
         if self.count == 1:
             return value

@@ -55,8 +55,9 @@ def decoder_of(model: Any) -> Any:
 
 
 def tower_names(model: Any) -> frozenset[str]:
-    """Return the names of all parameters outside the language model. Training never changes
-    them.
+    """Return the names of all parameters outside the language model.
+
+    Training never changes them.
     """
     trained = {id(each) for each in decoder_of(model).parameters()}
     trained |= {id(each) for each in model.get_output_embeddings().parameters()}
@@ -125,10 +126,10 @@ class PictureReader:
         self._known: dict[str, tuple[int, ...]] = {}
 
     def tokens(self, data: bytes) -> tuple[int, ...]:
-        """Return the tokens that stand for a picture, given its file (such as a PNG), and store its
-        pixels.
+        """Return the tokens that stand for a picture, and store its pixels.
 
-        Raises `PictureError` if the file is not a picture, or too large.
+        `data` is the picture's file, such as a PNG. Raises `PictureError` if it is not a picture,
+        or too large.
         """
         digest = hashlib.sha256(data).hexdigest()
         if self.store.find(digest) is None:
@@ -208,12 +209,11 @@ class PictureInputs:
         return self.reader.store
 
     def states(self, model: Any, tokens: Tensor, *, start: int = 0, cache: Any = None) -> Any:
-        """Run the language model on `tokens[start:]`. Return transformers' output, which has no
-        logits.
+        """Run the language model on `tokens[start:]`.
 
-        `tokens` `[n]` are a whole sequence, or its beginning. `cache` has the keys and values of
-        the first `start` tokens, and receives those of the others. If it is None, nothing is
-        cached.
+        Return transformers' output, which has no logits. `tokens` `[n]` are a whole sequence, or
+        its beginning. `cache` has the keys and values of the first `start` tokens, and receives
+        those of the others. If it is None, nothing is cached.
         """
         embedding = model.get_input_embeddings()
         device = embedding.weight.device
@@ -288,8 +288,7 @@ class PictureInputs:
         return self._grids[number]
 
     def _rows(self, model: Any, tokens: Tensor, start: int) -> tuple[Tensor, _Features]:
-        """Return the places of picture tokens in `tokens[start:]`, and the features of these
-        tokens.
+        """Return the places of picture tokens in `tokens[start:]`, and their features.
 
         The k-th token of a picture has the feature row k modulo the number of its tokens, because a
         sequence may have the picture several times.
@@ -334,9 +333,7 @@ class PictureInputs:
 def load_pictures(
     folder: Path, tokenizer: Any, store: PictureStore | None = None
 ) -> PictureInputs | None:
-    """Return the `PictureInputs` of the model in a folder, or None for a model that reads only
-    text.
-    """
+    """Return the `PictureInputs` of the model in a folder. None for a model of text only."""
     if not reads_pictures(folder):
         return None
     return PictureInputs(PictureReader(folder, tokenizer, store or PictureStore()))
@@ -376,8 +373,7 @@ class PictureProbe:
         return [model(input_ids=tokens, use_cache=False, **options).logits[0]]
 
     def packed(self, model: Any, run: Callable[..., Tensor]) -> list[Tensor]:
-        """Return the logits `[n, V]` of a packed pass, which has two other sequences besides the
-        text.
+        """Return the logits `[n, V]` of a pass in which the text is packed with two others.
 
         `run` is `forward.run_model`.
         """

@@ -227,8 +227,9 @@ class Policy:
             return policy
 
     def open_pictures(self, run: Path) -> None:
-        """Store the pixels of pictures in the folder `run`. Do nothing if the model reads only
-        text.
+        """Store the pixels of pictures in the folder `run`.
+
+        Do nothing if the model reads only text.
         """
         if self.pictures:
             self.pictures.store.open(run / PICTURES)
@@ -374,8 +375,9 @@ class Policy:
 
     @property
     def merging(self) -> Merging | None:
-        """What an engine must know to add the LoRA adapters to its base weights. None without
-        adapters.
+        """What an engine must know to add the LoRA adapters to its base weights.
+
+        None without adapters.
         """
         if self.lora is None:
             return None
@@ -434,9 +436,7 @@ class Policy:
             self.version = version
 
     def lag(self, version: Tensor | int) -> Tensor:
-        """Return how many batches the policy has been trained on since each `version`
-        (`lag_of`).
-        """
+        """Return how many batches the policy was trained on since each `version`."""
         return lag_of(torch.as_tensor(version), at=self._version, version_gaps=self.version_gaps)
 
     @property
@@ -457,8 +457,9 @@ class Policy:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids of the tokens that end a reply, from the model's generation config. May be
-        empty.
+        """The ids of the tokens that end a reply, from the model's generation config.
+
+        May be empty.
         """
         named = getattr(self.model.generation_config, "eos_token_id", None)
         return tuple(named) if isinstance(named, list) else () if named is None else (int(named),)
@@ -500,8 +501,7 @@ class Policy:
         return twin
 
     def with_weights(self, weights: dict[str, Tensor]) -> "Policy":
-        """Return a policy that shares this policy's model but has its own `weights`, in main
-        memory.
+        """Return a policy with this policy's model but its own `weights`, in main memory.
 
         During `score` these weights temporarily replace the model's.
         """
@@ -552,9 +552,7 @@ class Policy:
         return {name: sharding.first_number(tensor) for name, tensor in tensors.items()}
 
     def whole_weights(self) -> WholeWeights:
-        """Return the whole weights of forward passes, which are gathered from all ranks one at a
-        time.
-        """
+        """Return the whole weights of forward passes, gathered from all ranks one at a time."""
         tensors = self._tensors()
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         if self._is_sharded:  # the optimizer's weights may be wider
@@ -571,9 +569,7 @@ class Policy:
 
     @property
     def num_bytes(self) -> int:
-        """The size in bytes of this process's part of the model, in the precision of forward
-        passes.
-        """
+        """The size in bytes of this process's part of the model, in the dtype of passes."""
         parts = [sharding.local(parameter.detach()) for parameter in self.model.parameters()]
         if self._is_sharded:  # the optimizer's weights may be wider
             return sum(part.numel() for part in parts) * self.dtype.itemsize
@@ -612,10 +608,9 @@ class Policy:
             self._readers.append(wait)
 
     def reclaim_weights(self) -> None:
-        """Wait until no other thread reads the weights (`lend_weights`). Call this before changing
-        them.
+        """Wait until no other thread reads the weights (`lend_weights`).
 
-        Raises the error of a thread that failed while reading.
+        Call this before changing them. Raises the error of a thread that failed while reading.
         """
         while self._readers:
             self._readers.pop()()
@@ -796,8 +791,7 @@ class Policy:
 
     @torch.no_grad()
     def teacher_rows(self, batch: Batch | Packed, where: Tensor) -> tuple[Tensor, nn.Module]:
-        """Return the hidden states `[R, H]` from which this model predicts tokens, and its output
-        head.
+        """Return the hidden states `[R, H]` that predict some tokens, and the output head.
 
         The tokens are those in the mask `where` (`[T]` bool) that do not begin a sequence. If the
         head is more than one linear map, return logits and the identity instead. Raises ValueError
@@ -813,8 +807,7 @@ class Policy:
 
     @torch.no_grad()
     def next_logps(self, tokens: Sequence[int], *, temperature: float) -> Tensor:
-        """Return the log-probabilities `[V]` of all tokens of the vocabulary, as the next after
-        `tokens`.
+        """Return the log-probability `[V]` of every token of the vocabulary after `tokens`.
 
         Raises ValueError for a sharded model, and if `tokens` is empty.
         """
@@ -840,10 +833,10 @@ class Policy:
         return targets.to(self.device)
 
     def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
-        """Run a forward pass and answer `query`. Return its log-probabilities and entropies, `[R]`
-        each.
+        """Run a forward pass and answer `query`.
 
-        `rows` `[R]` are the indices in the prefix tree of the tokens before the query's targets.
+        Return its log-probabilities and entropies, `[R]` each. `rows` `[R]` are the indices in the
+        prefix tree of the tokens before the query's targets.
         """
         rows = rows.to(self.device)
         query = replace(query, logit_bias=self._logit_bias)
@@ -904,13 +897,12 @@ class Policy:
         max_tokens_per_microbatch: int,
         with_entropy: bool = False,
     ) -> Scored:
-        """Return log-probabilities of the tokens in the mask `where` (`[T]` bool), without
-        gradient.
+        """Return log-probabilities of the tokens in the mask `where` (`[T]` bool).
 
-        A forward pass has at most `max_tokens_per_microbatch` tokens, unless one sequence is
-        longer. Each sequence is run only up to its last token in `where`. With `with_entropy`, the
-        result also has the entropies of the distributions from which these tokens were drawn, in
-        nats.
+        They have no gradient. A forward pass has at most `max_tokens_per_microbatch` tokens, unless
+        one sequence is longer. Each sequence is run only up to its last token in `where`. With
+        `with_entropy`, the result also has the entropies of the distributions from which these
+        tokens were drawn, in nats.
         """
         logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
         entropy = torch.zeros_like(logp) if with_entropy else logp.new_empty(0)
@@ -942,8 +934,7 @@ class Policy:
         return self._plain_head
 
     def states_before(self, run: PrefixTree, where: Tensor) -> Tensor:
-        """Return the last hidden state before each token in the mask `where` (`[T]` bool), `[R,
-        H]`.
+        """Return the last hidden state `[R, H]` before each token in `where` (`[T]` bool).
 
         Tokens that begin a sequence are left out. The output head must be one linear map
         (`has_plain_head`). The states have a gradient if gradients are enabled.

@@ -110,8 +110,7 @@ class PrefixTree:
         return self.context.slice_of(len(self.tokens)) if self.context else slice(None)
 
     def mask(self, queries: int, depth: int, window: int | None, device: torch.device) -> Tensor:
-        """Return an attention mask `[queries, depth + queries]`, True where a query attends to a
-        key.
+        """Return an attention mask `[queries, depth + queries]`: True for attended keys.
 
         The queries are the tokens of one segment, which has `depth` tokens before it. `window` is
         the number of tokens to which a query attends, its own included. None means all earlier
@@ -180,9 +179,7 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """One sequence, or several ones that agree in the first `depth` tokens and at least the next
-    `MIN_SHARED`.
-    """
+    """A sequence, or several that agree in at least `depth` + `MIN_SHARED` tokens."""
 
     members: list[int]
     path: tuple[tuple[int, int], ...]

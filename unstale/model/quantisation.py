@@ -75,9 +75,7 @@ class Format:
         return codes.view(torch.int8), scales.squeeze(-1).squeeze(-2)
 
     def unpack(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rounded weight from the two results of `pack`, with the same bits as by
-        `weight`.
-        """
+        """Return the rounded weight from the results of `pack`. It has the bits of `weight`."""
         values = _blocks(codes.view(self.stored).float(), *self.weight_block)
         return _joined(values * scales[..., :, None, :, None], codes.shape).to(dtype)
 
@@ -228,8 +226,7 @@ def _quantised_modules(model: nn.Module) -> list[tuple[nn.Module, tuple[str, ...
 def _quantised_class(
     base: type[nn.Module], names: tuple[str, ...], kind: str, published: torch.dtype
 ) -> type[nn.Module]:
-    """Return a subclass of a module's class that computes with rounded values of the parameters
-    `names`.
+    """Return a subclass of `base` that computes with rounded values of the parameters `names`.
 
     Optimizers and checkpoints still find the parameters themselves, in `_parameters`.
     """
@@ -268,9 +265,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _RoundedLinear(torch.autograd.Function):
-    """A linear layer that rounds its weight and its input, again in the backward pass to save
-    memory.
-    """
+    """A linear layer with rounded weight and input. Both are rounded again in the backward pass."""
 
     @staticmethod
     def forward(  # noqa: PLR0913 - the layer and its number formats

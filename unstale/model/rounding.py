@@ -39,9 +39,7 @@ _NOT_NEGATIVE = 0x7FFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What the random bits of one rounding of all weights depend on, besides the weight's name and
-    index.
-    """
+    """The numbers from which one rounding of all weights draws its random bits."""
 
     seed: int
     step: int
@@ -127,9 +125,7 @@ def _round(weights: Tensor, bits: Tensor, *, is_half: bool) -> Tensor:
 
 
 def _to_float16(size: Tensor, bits: Tensor) -> Tensor:
-    """Return the bits of numbers rounded to float16. `size` has the float32 bits of their absolute
-    values.
-    """
+    """Round absolute values, given as float32 bits, to float16. Return the bits."""
     normal = (_right(size + _right(bits, 19) - (112 << 23), 13)).clamp(max=0x7BFF)
     # Below 2^-14 all neighbours are multiples of 2^-24.
     is_small = size < 0x38800000

@@ -46,9 +46,7 @@ def _kernels() -> Kernels:
 
 @cache
 def _layout() -> tuple[int, bool]:
-    """Return the number of columns in a panel, and True if panels can store bfloat16 on this
-    CPU.
-    """
+    """Return the number of columns in a panel, and True if panels can store bfloat16."""
     library = _kernels().library
     return int(library.panel()), bool(library.has_pairs())
 

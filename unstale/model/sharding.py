@@ -64,8 +64,7 @@ def load_shard(
 
 
 def _require_divisible(model: PreTrainedModel) -> None:
-    """Raise ConfigError if transformers divides one of the model's weights wrongly when it loads
-    it.
+    """Raise ConfigError if transformers divides one of the model's weights wrongly.
 
     It divides the tensors of the folder before it joins several of them into one weight. If it
     joins them along the divided dimension, the rows of the weight are in a wrong order.
@@ -127,11 +126,11 @@ def _ranks_without_experts() -> Iterator[None]:
 
 
 def prepare_passes(model: PreTrainedModel, *, plain_head: bool) -> None:
-    """Prepare a sharded model for `run_pass`. Call this after `requires_grad` of its parameters is
-    set.
+    """Prepare a sharded model for `run_pass`.
 
-    FSDP2 gathers parameters only in a forward call of the whole model. This registers `run_pass` as
-    such a call. A layer that is called directly would compute with this rank's part only.
+    Call this after `requires_grad` of its parameters is set. FSDP2 gathers parameters only in a
+    forward call of the whole model. This registers `run_pass` as such a call. A layer that is
+    called directly would compute with this rank's part only.
     """
     head: Any = model.get_output_embeddings()
     if plain_head:
@@ -175,8 +174,9 @@ def release(model: nn.Module) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a divided tensor, as a view. Other tensors are returned
-    unchanged.
+    """Return this rank's part of a divided tensor, as a view.
+
+    Other tensors are returned unchanged.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -138,9 +138,7 @@ class FlashLayout:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention output and a tensor for `attend_backward`, as `TreeLayout.attend`
-        does.
-        """
+        """Return the results of `TreeLayout.attend`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query,
             self._gathered(key),
@@ -187,9 +185,7 @@ class FlashLayout:
         return to_query, self._summed(to_key, len(key))
 
     def _gathered(self, rows: Tensor) -> Tensor:
-        """Return the rows `[K, ...]` of all K keys, selected from the rows `[N, ...]` of the N
-        tokens.
-        """
+        """Return the rows `[K, ...]` of all K keys, given those of the N tokens."""
         return rows if self.keys is None else rows[self.keys]
 
     def _summed(self, rows: Tensor, count: int) -> Tensor:

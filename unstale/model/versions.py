@@ -13,14 +13,13 @@ skipped so far).
 
 
 def lag_of(version: Tensor, *, at: int, version_gaps: VersionGaps) -> Tensor:
-    """Return how many batches a policy at version `at` was trained on since each `version` (the
-    lag).
+    """Return how many batches a policy at version `at` was trained on since each `version`.
 
-    Each batch makes one version. So without gaps the result is `at - version`, negative for a newer
-    version. A gap arises if versions 5 and 6 were published before a crash and the run resumes with
-    the weights of version 4. These get the new number 7. For the lag, 7 then counts as 4, the next
-    version 8 as 5, and so on. Tokens of the lost versions 5 and 6 count as 5 and 6. Their lag is 0
-    until the policy has trained on as many batches.
+    This number is the lag. Each batch makes one version. So without gaps the result is `at -
+    version`, negative for a newer version. A gap arises if versions 5 and 6 were published before a
+    crash and the run resumes with the weights of version 4. These get the new number 7. For the
+    lag, 7 then counts as 4, the next version 8 as 5, and so on. Tokens of the lost versions 5 and 6
+    count as 5 and 6. Their lag is 0 until the policy has trained on as many batches.
 
     >>> lag_of(torch.tensor([3, 4, 5, 6, 7, 8]), at=9, version_gaps=((7, 3),)).tolist()
     [3, 2, 1, 0, 2, 1]

@@ -27,7 +27,5 @@ class WholeWeights:
             yield name, self.read(name)
 
     def skip(self) -> None:
-        """Read all weights without using them, because other ranks need this rank's parts of
-        them.
-        """
+        """Read all weights without using them: other ranks need this rank's parts."""
         deque(self, maxlen=0)

@@ -113,11 +113,10 @@ class OldLogps:
         """
 
     def costs(self) -> Mapping[str, float]:
-        """Return metrics of what computing `old_logp` cost. The prefix `old_logps/` is added to
-        their names.
+        """Return metrics of what computing `old_logp` cost.
 
-        Tokens and seconds are counted since the last call. Bytes are those in use at the time of
-        the call.
+        The prefix `old_logps/` is added to their names. Tokens and seconds are counted since the
+        last call. Bytes are those in use at the time of the call.
         """
         return {}
 

@@ -139,9 +139,7 @@ class Eager(OldLogps):
         self.fallback.restore(state["fallback"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Let the second route, `fallback`, recover the tokens that have no value in the
-        checkpoint.
-        """
+        """Let the second route, `fallback`, recover tokens without a value in the checkpoint."""
         missing = {version: self._cache.missing(pieces) for version, pieces in past.items()}
         self.fallback.recover(
             {version: pieces for version, pieces in missing.items() if pieces}, weights

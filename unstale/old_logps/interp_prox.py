@@ -41,8 +41,9 @@ class InterpProx(OldLogps):
         alpha: float | None = None,
         fresh: float = 1.0,
     ) -> None:
-        """Create the route. `mix` is the function `loglinear` or `linear` of
-        `unstale.algorithms.proximal`.
+        """Create the route.
+
+        `mix` is the function `loglinear` or `linear` of `unstale.algorithms.proximal`.
         """
         self._scorer = scorer
         self._mix = mix
@@ -93,9 +94,7 @@ class InterpProxSpec(OldLogpsConfig):
         return self.alpha
 
     def oldest_weight(self, run: RunConfig) -> float:
-        """Return the current policy's weight in the mixture for the oldest tokens that the run
-        allows.
-        """
+        """Return the current policy's weight in the mixture for the oldest tokens of a run."""
         if self.alpha is not None:
             return self.alpha
         bound = run.schedule.staleness_bound
@@ -125,8 +124,7 @@ class InterpProxSpec(OldLogpsConfig):
         return InterpProx(scorer, mix, alpha=self.alpha, fresh=self._fresh)
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
-        """Return texts for the linter: a formula of the old policy, and what the ratios D and S
-        contain.
+        """Return texts for the linter: the old policy's formula, and what D and S contain.
 
         `a` and `rest` are the weights of the current policy and of the engine's policy, as text.
         """

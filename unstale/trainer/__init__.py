@@ -37,14 +37,13 @@ class Trainer(Protocol):
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return the lag of each token: how many batches were trained on since `version` sampled
-        it.
-        """
+        """Return how many batches were trained on since each token's `version` sampled it."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights that forward passes use, by name. The next optimizer step changes
-        them.
+        """Return the weights that forward passes use, by name.
+
+        The next optimizer step changes them.
         """
         ...
 
@@ -123,7 +122,8 @@ class AuditObserver(Protocol):
         ...
 
     def scatter_sample(self) -> list[dict[str, float]]:
-        """Return true and estimated log-ratios of some tokens, one dict for each token, for
-        plots.
+        """Return true and estimated log-ratios of some tokens, for plots.
+
+        There is one dict for each token.
         """
         ...

@@ -82,9 +82,7 @@ class _Moment(NamedTuple):
         return (blocks * self.scale[rows][..., None]).flatten(1)[:, :width]
 
     def write(self, rows: slice, numbers: Tensor) -> None:
-        """Store the moments of some rows, rounded to the nearest of the 256 levels of their
-        block.
-        """
+        """Store the moments of some rows, each rounded to the nearest of 256 levels."""
         target = self.values[rows]
         if self.scale is None:
             target.copy_(numbers.view_as(target))

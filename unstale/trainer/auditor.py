@@ -213,9 +213,7 @@ class Auditor:
         self._seconds = 0.0
 
     def on_published(self, live: Collection[int]) -> None:
-        """Keep a copy of the current weights, and drop copies of versions that are not in
-        `live`.
-        """
+        """Keep a copy of the current weights, and drop versions that are not in `live`."""
         if self.recording:
             self.recording.version(self._scorer.version, self._scorer.whole_weights())
         if self._share:
@@ -300,8 +298,7 @@ class Auditor:
         )
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Read weights of past versions from disk that a resumed run needs and the checkpoint
-        lacks.
+        """Read weights of past versions from disk that the checkpoint does not have.
 
         `past` has, by version, the sampled tokens that no batch has contained yet.
         """

@@ -143,7 +143,7 @@ class Critic:
 
     @contextmanager
     def reading(self) -> Iterator[list[Tensor]]:
-        """Return a context that collects the policy's hidden states, as a list that `loss` needs.
+        """Return a context with a list, to which passes append hidden states for `loss`.
 
         The list stays empty if the critic has a model of its own.
         """
@@ -183,10 +183,10 @@ class Critic:
         return loss.sum() / count
 
     def collect(self, scale: float, *, counts: bool) -> None:
-        """Keep the sums of the last forward pass, and its gradients multiplied by `scale`, for
-        `step`.
+        """Keep the sums and the gradients of the last forward pass for `step`.
 
-        With `counts` False, the sums are dropped, because another rank adds the same ones.
+        The gradients are multiplied by `scale`. With `counts` False, the sums are dropped, because
+        another rank adds the same ones.
         """
         for new in self._pass if counts else ():
             for total, each in zip(self._new, new, strict=True):
@@ -286,9 +286,7 @@ def token_rewards(batch: Batch) -> Tensor:
 
 
 def _features(states: Tensor) -> Tensor:
-    """Return the critic's features `[R, H + 1]`: states divided by their norms, and a column of
-    ones.
-    """
+    """Return the critic's features `[R, H + 1]`: states divided by their norms, and ones."""
     return F.pad(F.normalize(states.double(), dim=-1), (0, 1), value=1.0)
 
 

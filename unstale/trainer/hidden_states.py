@@ -26,8 +26,7 @@ def last_tokens(batch: Batch, count: int) -> Tensor:
 
 
 def statistics(entropy: Tensor, batch: Batch) -> Tensor:
-    """Return mean, standard deviation and maximum of the entropies of each of n sequences, `[n,
-    3]`.
+    """Return mean, deviation and maximum of the entropies of each of n sequences, `[n, 3]`.
 
     `entropy` is `[T]`, and only sampled tokens count. A sequence without sampled tokens has NaN.
     """

@@ -119,8 +119,9 @@ class LocalTrainer:
 
     @property
     def failed_batch(self) -> FailedBatch | None:
-        """The data of the current step, which is saved if a number is not finite. None before a
-        step.
+        """The data of the current step, which is saved if a number is not finite.
+
+        None before a step.
         """
         return self.scoring.failed_batch
 
@@ -220,8 +221,9 @@ class LocalTrainer:
         self.scoring.num_compared = 0
 
     def _count(self, batch: Batch) -> list[int]:
-        """Count a batch's tokens for the metrics. Return the indices of sequences that can have a
-        gradient.
+        """Count a batch's tokens for the metrics.
+
+        Return the indices of sequences that can have a gradient.
         """
         self._metrics.tokens.begin(batch, route=self._route)
         self._metrics.count(batch)
@@ -369,8 +371,9 @@ class LocalTrainer:
         self._metrics.update_s += time.perf_counter() - began
 
     def _update(self, *, is_skipped: bool) -> None:
-        """Let the optimizer change the weights, and round them into the policy. If skipped, do
-        neither.
+        """Let the optimizer change the weights, and round them into the policy.
+
+        If skipped, do neither.
         """
         if is_skipped:
             self._metrics.skipped_steps += 1
@@ -382,17 +385,13 @@ class LocalTrainer:
             self._metrics.add_moved(self._peers.sum(moved))
 
     def _keep_whole(self) -> None:
-        """Keep the data of all added parts for `failed_batch`: each may have caused a non-finite
-        gradient.
-        """
+        """Keep all added parts for `failed_batch`, if the gradient is not finite."""
         assert self.failed_batch
         minibatch = self._whole_minibatch or self.failed_batch.minibatch
         self.scoring.failed_batch = FailedBatch("step", minibatch, max(1, self.divisor))
 
     def _apply_divisor(self) -> None:
-        """Divide gradient and losses of the added parts by the loss's divisor over the whole
-        batch.
-        """
+        """Divide the added parts' gradient and losses by the whole batch's divisor."""
         scale = 1 / max(1, self.divisor)
         for master in self._master.values():
             assert master.grad is not None
@@ -538,8 +537,9 @@ class LocalTrainer:
 
 
 def _describe_sets(batch: Batch) -> dict[str, float]:
-    """Return metrics of the sets of tokens to which sampling was truncated. {} if it was not
-    truncated.
+    """Return metrics of the sets of tokens to which sampling was truncated.
+
+    {} if it was not truncated.
     """
     if batch.kept_sets is None:
         return {}

@@ -116,8 +116,7 @@ class Loss:
         return loss
 
     def _forward_pass(self, batch: Batch, passes: StepMetrics) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each token's log-probability, entropy and divergence from its teacher, `[T]` on
-        the CPU.
+        """Return each token's log-probability, entropy and teacher divergence, on the CPU.
 
         The divergence is 0 unless the loss needs the teacher's distribution. With an entropy bonus,
         the entropy is computed for all sampled tokens and has a gradient. Otherwise it is computed

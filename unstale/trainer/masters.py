@@ -88,8 +88,7 @@ class Masters:
 
     @torch.no_grad()
     def round(self, step: int, names: Collection[str]) -> None:
-        """Round the separate weights among `names` into the parameters, after optimizer step
-        `step`.
+        """Round the separate weights among `names` into the parameters, after step `step`.
 
         If `step` is 0, they are rounded to nearest, as an engine rounds the weights of the model's
         folder.
@@ -133,9 +132,7 @@ class Masters:
 
     @torch.no_grad()
     def watch(self, names: Collection[str]) -> None:
-        """Copy a sample of the weights `names`, with which `moved` compares them after an optimizer
-        step.
-        """
+        """Copy a sample of the weights `names`, for `moved` after an optimizer step."""
         if self.is_narrow:
             self._before = {
                 name: (self._sample(self.tensors[name]), self._rounded_sample(name))
@@ -144,8 +141,7 @@ class Masters:
 
     @torch.no_grad()
     def moved(self) -> Tensor:
-        """Return three sums over the sample that `watch` copied, as a float64 tensor `[3]` on the
-        CPU.
+        """Return three sums over the sample of `watch`, as a float64 tensor `[3]` on the CPU.
 
         They are the number of rounded weights that changed, the number that is expected to change,
         and the size of the sample. The first two count only weights whose update is less than half

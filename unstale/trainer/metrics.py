@@ -112,8 +112,8 @@ class StepMetrics:
         list.
         """
         self.tokens_run = 0
-        """Number of sampled tokens in forward passes of the loss so far, from which
-        `entropy_sample` counts on.
+        """Number of sampled tokens in forward passes of the loss so far. `entropy_sample` uses it
+        to choose every n-th token of the batch.
         """
 
     def add_correction(
@@ -163,9 +163,7 @@ class StepMetrics:
         self._log_weights += total.tolist()
 
     def take_log_weights(self) -> list[float]:
-        """Return the values that `add_log_weights` recorded since the last call, one for each
-        sequence.
-        """
+        """Return the values that `add_log_weights` recorded since the last call."""
         taken, self._log_weights = self._log_weights, []
         return taken
 
@@ -192,14 +190,13 @@ class StepMetrics:
         self._values["placed_truncated"].append(truncated.double())
 
     def add_reference(self, log_ratio: Tensor) -> None:
-        """Record `reference_logp - logp` of sampled tokens, for the KL divergence to the reference
-        policy.
-        """
+        """Record `reference_logp - logp` of sampled tokens, for the reference KL."""
         self._values["reference_log_ratio"].append(log_ratio)
 
     def add_divergence(self, divergence: Tensor) -> None:
-        """Record the divergence from a teacher at sampled tokens, in nats. It may be an
-        estimate.
+        """Record the divergence from a teacher at sampled tokens, in nats.
+
+        It may be an estimate.
         """
         self._values["divergence"].append(divergence)
 
@@ -216,9 +213,7 @@ class StepMetrics:
         self.expected_tokens = self.tokens_with_gradient
 
     def expect(self, times: float) -> None:
-        """Estimate the number of tokens with a gradient in the whole batch: `times` those counted
-        so far.
-        """
+        """Set the expected number of tokens with a gradient: `times` those counted so far."""
         self.expected_tokens = math.ceil(times * self.tokens_with_gradient)
 
     def add_moved(self, sums: Tensor) -> None:
@@ -261,9 +256,7 @@ class StepMetrics:
         return chosen
 
     def of_passes(self) -> "StepMetrics":
-        """Return an empty collector for the forward passes of one optimizer step, for
-        `add_passes`.
-        """
+        """Return an empty collector for the passes of an optimizer step, for `add_passes`."""
         tokens = self.tokens.of_passes(max(0, self.num_steps - 1))
         passes = StepMetrics(tokens_with_gradient=self.tokens_with_gradient, tokens=tokens)
         passes.expected_tokens = self.expected_tokens
@@ -271,9 +264,7 @@ class StepMetrics:
         return passes
 
     def add_passes(self, ranks: "Sequence[StepMetrics]") -> None:
-        """Add the metrics of the forward passes of one optimizer step, from one collector for each
-        rank.
-        """
+        """Add the metrics of an optimizer step's passes, one collector for each rank."""
         for passes in ranks:
             self.microbatches += passes.microbatches
             self.sequence_tokens += passes.sequence_tokens

@@ -121,8 +121,7 @@ class LossSpec:
         )
 
     def norm(self, batch: Batch, keep: Tensor) -> Tensor:
-        """Return the factor on each token's loss in one optimizer step, `[T]`: 1 / the loss's
-        divisor.
+        """Return the factor on each token's loss, `[T]`: 1 / the loss's divisor.
 
         `batch` has the step's sequences. `keep` `[T]` is False for tokens that the correction
         dropped.
@@ -147,8 +146,7 @@ class LossSpec:
 
     @property
     def uses_sequences(self) -> bool:
-        """True if the loss needs whole sequences, with the tokens that an episode shares with
-        another.
+        """True if the loss needs whole sequences, shared tokens included.
 
         This is so for ratios over several tokens, for example.
         """

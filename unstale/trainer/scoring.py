@@ -107,8 +107,7 @@ class Scoring:
         return self.correct(batch, logp, lag, metrics)
 
     def correct(self, batch: Batch, logp: Tensor, lag: Tensor, metrics: StepMetrics) -> OldScores:
-        """Return old log-probabilities, and the correction of their discrepancy to the engine's
-        values.
+        """Return old log-probabilities, and the correction of their discrepancy.
 
         `logp` are the current log-probabilities `[T]`, or empty if the method that computes
         `old_logp` (`old_logps.route`) does not need them. `lag` `[T]` is the lag of each token in
@@ -143,8 +142,9 @@ class Scoring:
         self.num_compared += bitwise.require_equal(batch, name, logp, where)
 
     def reference(self, batch: Batch) -> Tensor:
-        """Return the log-probabilities `[T]` under the reference policy. Empty if nothing needs
-        them.
+        """Return the log-probabilities `[T]` under the reference policy.
+
+        Empty if nothing needs them.
         """
         if self.reference_policy is None or not batch.num_sequences:
             return torch.empty(0)
@@ -299,9 +299,7 @@ class Scoring:
 
 
 def select(values: Tensor, index: Tensor) -> Tensor:
-    """Return `values[index]`, or `values` if it is empty, which means that the values are
-    unknown.
-    """
+    """Return `values[index]`, or `values` if it is empty (the values are unknown)."""
     return values[index] if len(values) else values
 
 

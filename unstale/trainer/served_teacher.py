@@ -91,8 +91,9 @@ class ServedTeacher:
         return await asyncio.gather(*map(row, sequences))
 
     async def _ask(self, tokens: Sequence[int]) -> Any:
-        """Send the request for one sequence, repeatedly if no answer comes. Return the answer's
-        JSON.
+        """Send the request for one sequence, repeatedly if no answer comes.
+
+        Return the answer's JSON.
         """
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
         for attempt in range(ATTEMPTS):

@@ -29,8 +29,9 @@ class Teacher(Protocol):
     """A model that gives log-probabilities of tokens to the distillation loss."""
 
     def score(self, packed: Batch | Packed, where: Tensor) -> Tensor:
-        """Return the teacher's log-probabilities `[T]`. Only those in the mask `where` are
-        needed.
+        """Return the teacher's log-probabilities `[T]`.
+
+        Only those in the mask `where` are needed.
         """
         ...
 
@@ -112,8 +113,7 @@ class Teachers:
         return values
 
     def comparison(self, batch: Batch) -> Comparison | None:
-        """Return a function that computes the divergence from teachers in a training pass on
-        `batch`.
+        """Return a function that computes the divergence from teachers in a pass on `batch`.
 
         None if the loss needs only the teachers' log-probabilities of sampled tokens.
         """
@@ -132,9 +132,7 @@ class Teachers:
         return Comparison(found, self._distiller.divergence)
 
     def _parts(self, batch: Batch) -> list[tuple[Teacher, Batch, Tensor]]:
-        """Return for each teacher: itself, its sequences, and the positions of their tokens in the
-        batch.
-        """
+        """Return for each teacher its sequences, and the positions of their tokens."""
         numbers = [each.teacher for each in batch.lessons] or [0] * batch.num_sequences
         found = []
         for number, teacher in enumerate(self._teachers):
@@ -160,8 +158,9 @@ class Teachers:
         return teacher.policy
 
     def state(self) -> Mapping[str, Any]:
-        """Return the teacher's weights for a checkpoint. Empty if they do not change during the
-        run.
+        """Return the teacher's weights for a checkpoint.
+
+        Empty if they do not change during the run.
         """
         if not self._options.refresh:
             return {}
@@ -173,8 +172,7 @@ class Teachers:
 
 
 def as_taught(batch: Batch) -> tuple[Batch | Packed, Tensor]:
-    """Return a batch's sequences as the teachers read them, and a mask of the sampled tokens in
-    them.
+    """Return the sequences that teachers read, and a mask of the sampled tokens in them.
 
     Sampled tokens keep their order. If no lesson has a text for teachers, the batch itself is
     returned.
@@ -193,9 +191,7 @@ def as_taught(batch: Batch) -> tuple[Batch | Packed, Tensor]:
 
 
 def _predicted(where: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Return the mask `where` without the first token of each sequence, which has no
-    log-probability.
-    """
+    """Return the mask `where` without the first token of each sequence."""
     predicted = where.clone()
     predicted[list(offsets[:-1])] = False
     return predicted

@@ -144,8 +144,7 @@ class SharedCores:
         self._helper = ThreadPoolExecutor(1, "threads")
 
     def take(self) -> None:
-        """Set the number of torch threads of the calling thread to the cores that are free at the
-        moment.
+        """Set the calling thread's number of torch threads to the cores that are free.
 
         Threads that start later get 1. A thread that starts while this method runs may get the
         number of the calling thread.

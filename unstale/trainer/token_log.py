@@ -102,8 +102,9 @@ class TokenLog:
         self._add(batch, log_d=log_d, weight=correction.factor, flags=flags)
 
     def add_shaped(self, batch: Batch, *, dropped: Tensor) -> None:
-        """Add the advantages after all techniques, and a mask `[T]` of the tokens that they
-        dropped.
+        """Add the advantages after all techniques, and the tokens that they dropped.
+
+        `dropped` is a mask `[T]`.
         """
         flags = _flags({TokenFlag.DROPPED: dropped})
         self._add(batch, advantage=batch.advantage, flags=flags)

@@ -51,8 +51,9 @@ class WeightUpdate:
             self._put_away(self._weights)
 
     def clip(self, limit: float) -> float:
-        """Scale the gradients down if their norm exceeds `limit`. Return the norm before
-        scaling.
+        """Scale the gradients down if their norm exceeds `limit`.
+
+        Return the norm before scaling.
         """
         groups = [[self._weights[name] for name in names] for names in self._groups]
         if len(groups) == 1:
@@ -66,10 +67,9 @@ class WeightUpdate:
         return float(total)
 
     def apply(self, step: int) -> Tensor:
-        """Take optimizer step number `step`, round the weights into the policy, and free the
-        gradients.
+        """Take optimizer step number `step`, and round the weights into the policy.
 
-        Return the three sums of `Masters.moved`.
+        The gradients are freed. Return the three sums of `Masters.moved`.
         """
         gradients = {name: weight.grad for name, weight in self._weights.items()}
         self.drop_gradients()

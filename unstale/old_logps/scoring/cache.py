@@ -128,9 +128,7 @@ class LogpCache:
             self._add(key, logp)
 
     def missing(self, pieces: Iterable[PendingPiece]) -> list[PendingPiece]:
-        """Return those of `pieces` (runs of sampled tokens) that have no log-probabilities in the
-        cache.
-        """
+        """Return those runs of sampled tokens that have no values in the cache."""
         return [piece for piece in pieces if key_of(piece) not in self._logps]
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
@@ -146,8 +144,7 @@ class LogpCache:
                 self.score(by_key(pieces), version)
 
     def lookup(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return a batch's cached log-probabilities `[T]`, and a mask `[T]` of those that are
-        known.
+        """Return a batch's cached log-probabilities, and a mask of known ones, `[T]` each.
 
         Missing ones of the current version's tokens are computed and stored, if no optimizer step
         has changed the weights since this version.
@@ -209,8 +206,7 @@ class LogpCache:
         self._logps = {key: logp for key, logp in self._logps.items() if key.version in versions}
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the cache for a checkpoint: all log-probabilities in one tensor, and where they
-        belong.
+        """Return the cache for a checkpoint: `logp` with all values, and `places`.
 
         `places` has a row `(version, episode, start, length)` for each run of tokens.
         """

@@ -233,8 +233,7 @@ class LocalScorer:
     def score_average(
         self, average: "LocalAverage", batch: Batch | Packed, where: Tensor
     ) -> Scored:
-        """Return the log-probabilities `[T]` of a batch's tokens under a moving average of the
-        weights.
+        """Return the log-probabilities `[T]` of a batch's tokens under an average of weights.
 
         They are 0 for tokens that are not in the mask `where`.
         """
@@ -259,9 +258,7 @@ class LocalScorer:
         return scored
 
     def _model(self, version: int | None) -> Policy:
-        """Return a model with the weights of `version`, or with the current weights if it is
-        None.
-        """
+        """Return a model with the weights of `version`. None means the current weights."""
         if version is None:
             return self.policy
         if self._read is not None:
@@ -274,8 +271,7 @@ class LocalScorer:
         return self._stored
 
     def _shortest_path(self, versions: Collection[int]) -> list[int]:
-        """Sort versions in ascending or descending order, beginning nearer to the version loaded
-        last.
+        """Sort versions up or down, beginning nearer to the version that is loaded.
 
         The store moves from version to version by differences. In this order it applies the fewest.
         """

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """The key of a run of sampled tokens: version, episode, and position of its first token in the
-    episode.
-    """
+    """The key of a run of sampled tokens. `start` is its position in the episode."""
 
     version: int
     episode: int
@@ -70,8 +68,7 @@ class ScoreQueue:
         self._episodes.setdefault(key.episode, {})[key] = text
 
     def take(self, max_tokens: int) -> Pieces:
-        """Remove and return runs of tokens for one forward pass, from the episodes that waited
-        longest.
+        """Remove and return runs of tokens for one forward pass, longest waiting first.
 
         All runs of an episode are taken together. So the result has more than `max_tokens` tokens
         if the first episode is longer.
@@ -97,8 +94,7 @@ class ScoreQueue:
 
 
 class ScoringOrder:
-    """The order of a second model's work: all tokens of one version, then the next version's
-    weights.
+    """The order of a second model's work: a version's tokens, then the next version's weights.
 
     `max_tokens` is the largest number of tokens in a forward pass.
     """
@@ -111,9 +107,7 @@ class ScoringOrder:
         """Versions to be loaded, oldest first, with their weights."""
 
     def __bool__(self) -> bool:
-        """Return True if there is work to do now: a version to load, or tokens of the loaded
-        version.
-        """
+        """Return True if a version is to be loaded, or tokens of the loaded version wait."""
         return bool(self._versions) or bool(self._pieces.get(self._loaded))
 
     def add_pieces(self, pieces: Pieces) -> None:
@@ -132,8 +126,9 @@ class ScoringOrder:
         self._versions.append((version, weights))
 
     def take_pieces(self) -> Pieces:
-        """Remove and return tokens of the loaded version for one forward pass. Empty if none
-        wait.
+        """Remove and return tokens of the loaded version for one forward pass.
+
+        Empty if none wait.
         """
         queue = self._pieces.get(self._loaded)
         return queue.take(self._max_tokens) if queue else {}

@@ -28,9 +28,7 @@ LookupError if they were not kept.
 
 
 class WeightStore(Protocol):
-    """A store of the weights of several versions, which can load one at a time into a set of
-    tensors.
-    """
+    """A store of the weights of several versions, which loads one at a time into given tensors."""
 
     encode_s: float
 
@@ -82,9 +80,7 @@ class WeightAverage(Protocol):
 
     @property
     def weight(self) -> float:
-        """The sum of all updates' weights in the average, which decay with age. 0 before the first
-        update.
-        """
+        """The sum of the updates' weights, which decay with age. 0 before the first update."""
         ...
 
     @property
@@ -133,8 +129,9 @@ class Scorer(Protocol):
 
     @property
     def weights_match_version(self) -> bool:
-        """True while the trainer has the weights of `version`. The next optimizer step makes it
-        False.
+        """True while the trainer has the weights of `version`.
+
+        The next optimizer step makes it False.
         """
         ...
 
@@ -158,15 +155,14 @@ class Scorer(Protocol):
 
     @property
     def store(self) -> WeightStore | None:
-        """The store of past versions. None if no versions are kept, or if they are in another
-        process.
+        """The store of past versions.
+
+        None if no versions are kept, or if they are in another process.
         """
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return the lag of each token: how many batches were trained on since `version` sampled
-        it.
-        """
+        """Return how many batches were trained on since each token's `version` sampled it."""
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
@@ -178,12 +174,11 @@ class Scorer(Protocol):
         ...
 
     def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
-        """Return log-probabilities `[T]` of the tokens in `where`, each under the version that
-        sampled it.
+        """Return log-probabilities `[T]` of tokens, each under the version that sampled it.
 
-        The weights come from the store of past versions. With `use_trained`, the trainer's model
-        computes the values of the current version's tokens instead, as long as no optimizer step
-        has changed it.
+        Only the tokens in the mask `where` are computed. The weights come from the store of past
+        versions. With `use_trained`, the trainer's model computes the values of the current
+        version's tokens instead, as long as no optimizer step has changed it.
         """
         ...
 
@@ -203,30 +198,29 @@ class Scorer(Protocol):
         ...
 
     def keep(self, live: Collection[int]) -> None:
-        """Drop kept versions that are not in `live`. The newest version may be kept
-        nevertheless.
+        """Drop kept versions that are not in `live`.
+
+        The newest version may be kept nevertheless.
         """
         ...
 
     def begin_put(self, live: Collection[int]) -> None:
-        """Begin to keep the current weights and to drop versions that are not in `live`, in a
-        thread.
+        """Start a thread that keeps the current weights and the versions in `live`.
 
-        The scorer must use a `VersionStore`. The next use of kept versions, and the next change of
-        the weights, waits for the thread and raises its error.
+        Other versions are dropped. The scorer must use a `VersionStore`. The next use of kept
+        versions, and the next change of the weights, waits for the thread and raises its error.
         """
         ...
 
     def recover(self, live: Collection[int], weights: Weights) -> None:
-        """Keep exactly the versions `live`: read missing ones from disk by `weights`, and drop
-        others.
+        """Keep exactly the versions `live`.
+
+        Missing ones are read from disk by `weights`, and others dropped.
         """
         ...
 
     def reading(self, weights: Weights) -> AbstractContextManager[None]:
-        """Return a context in which `score` reads the weights of past versions from disk by
-        `weights`.
-        """
+        """Return a context in which `score` reads past versions from disk by `weights`."""
         ...
 
     def make_average(self, *, placement: Placement = "twin") -> WeightAverage:
@@ -257,8 +251,9 @@ class Scorer(Protocol):
         ...
 
     def costs(self) -> Mapping[str, float]:
-        """Return metrics of keeping past versions: seconds since the last call, and bytes in
-        memory.
+        """Return metrics of keeping past versions.
+
+        Seconds are since the last call, and bytes those in memory.
         """
         ...
 

@@ -79,8 +79,9 @@ class SecondModel:
         self.sent = version
 
     def on_piece(self, piece: "PendingPiece") -> None:
-        """Send sampled tokens to the second model, or hold them back with `lockstep`. Does not
-        block.
+        """Send sampled tokens to the second model, or hold them back with `lockstep`.
+
+        Does not block.
         """
         if self._lockstep:
             self._held[key_of(piece)] = text_of(piece)
@@ -88,8 +89,9 @@ class SecondModel:
             self._send({key_of(piece): text_of(piece)})
 
     def finish_version(self) -> float:
-        """With `lockstep`, wait for the log-probabilities of all tokens. Return the seconds
-        waited.
+        """With `lockstep`, wait for the log-probabilities of all tokens.
+
+        Return the seconds waited.
         """
         return self.score_all() if self._lockstep else 0.0
 
@@ -113,11 +115,10 @@ class SecondModel:
         return self._receive_until(lambda: not self._is_due(wanted))
 
     def wait_until_loaded(self) -> float:
-        """Wait until the model has loaded the version that was sent last. Return the seconds
-        waited.
+        """Wait until the model has loaded the version that was sent last.
 
-        By then it has computed the log-probabilities of all tokens of earlier versions, because it
-        does so before it loads new weights.
+        Return the seconds waited. By then it has computed the log-probabilities of all tokens of
+        earlier versions, because it does so before it loads new weights.
         """
         return self._receive_until(lambda: self.loaded == self.sent)
 
@@ -126,8 +127,7 @@ class SecondModel:
         self._link.score(pieces)
 
     def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
-        """Return True if the log-probabilities of a run of tokens with a `wanted` key are still
-        missing.
+        """Return True if a run of tokens with a `wanted` key still lacks its values.
 
         Only runs of versions that were sent count.
         """
