@@ -306,11 +306,12 @@ async def build_batch(
     left_out: Sequence[Group] = (),
     whole: bool = True,
 ) -> tuple[Batch, Mapping[str, object]]:
-    """Return the batch of a step's fresh and replayed groups, and the metrics of this batch.
+    """Return the batch of a step, and the metrics of this batch.
 
-    `groups` are the fresh groups. With `whole` False, they are only a part of the step's groups.
-    `left_out` are groups that are not trained on, but count in the metrics of the rollout. Raises
-    `StalenessError` if a token is older than the run allows.
+    `groups` are the groups to train on for the first time. Techniques may add stored groups. With
+    `whole` False, `groups` are only a part of the step's groups. `left_out` are groups that are not
+    trained on, but count in the metrics of the rollout. Raises `StalenessError` if a token is older
+    than the run allows.
     """
     if whole:
         run.log.sample(step, [*groups, *left_out])

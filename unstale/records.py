@@ -181,9 +181,10 @@ class Placed:
     """A run of tokens in a reply that the policy did not sample in the recorded context.
 
     The option `objective.placed` decides whether it has a loss. Text that must never have one is a
-    `ContextPiece`. For REWRITTEN text, `version` sampled it in the context that `edit.undo`
-    restores, and `source_logp` has the log-probability of each token there, in nats. FORCED and
-    FOREIGN text has none of the three. See docs/placed.md.
+    `ContextPiece`. If the policy sampled the text but its context was edited since (origin
+    REWRITTEN), `version` sampled it in the context that `edit.undo` restores, and `source_logp` has
+    the log-probability of each token there, in nats. Other placed text has none of the three. See
+    docs/placed.md.
     """
 
     tokens: tuple[int, ...]
@@ -210,16 +211,14 @@ Piece = ContextPiece | Sampled | Placed
 
 
 def is_reply(piece: Piece) -> bool:
-    """Return True if a piece is part of a reply: sampled, placed, or taken over from another
-    episode.
-    """
+    """Return True if a piece is part of a reply: sampled, placed, or shared with a parent."""
     return not isinstance(piece, ContextPiece) or piece.provenance == Provenance.SHARED
 
 
 def first_tokens(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
-    """Return the pieces with an episode's first `count` tokens.
+    """Return the pieces (runs of tokens) with an episode's first `count` tokens.
 
-    A piece of placed text is not divided.
+    The last piece is cut there, unless it is placed text, which was not sampled.
     """
     taken: list[Piece] = []
     for piece in pieces:
@@ -238,7 +237,8 @@ def first_tokens(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
 def link_experts(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
     """Return a copy of `piece` whose routed experts include those of earlier pieces of its version.
 
-    `before` are all earlier pieces of the episode. If none has routed experts, return `piece`.
+    `before` are all earlier pieces (runs of tokens) of the episode. If none has routed experts,
+    return `piece`.
     """
     earlier = next(
         (
@@ -530,7 +530,7 @@ def count_cut_replies(pieces: Sequence[Piece], stop_tokens: Collection[int]) -> 
 
 
 def count_turns(pieces: Sequence[Piece]) -> int:
-    """Return the number of the policy's replies among an episode's pieces.
+    """Return the number of the policy's replies in an episode, given its pieces (runs of tokens).
 
     A reply that a weight update cut into several pieces counts once.
     """
@@ -676,10 +676,9 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class PendingPiece:
-    """A sampled piece that no batch has contained yet, with the episode's earlier tokens.
+    """A sampled run of tokens that no batch has contained yet, with the episode's earlier tokens.
 
-    `tokens[start:]` are the piece's own tokens. This is all that is needed to compute its
-    `old_logp`.
+    `tokens[start:]` are the run's own tokens. This is all that is needed to compute its `old_logp`.
     """
 
     episode: int
@@ -748,7 +747,7 @@ class GroupRequest:
     """Recorded decisions of techniques about the group's running episodes, from before a resume."""
 
     def opens(self) -> Iterator[PendingPiece]:
-        """Yield the pieces that the group's episodes sampled before a resume.
+        """Yield the runs of tokens that the group's episodes sampled before a resume.
 
         Failed episodes are left out.
         """
@@ -819,8 +818,9 @@ class SharedTokens:
 class PlacedTokens:
     """The placed text of a batch: text in replies that was not sampled in the recorded context.
 
-    Every tensor is `[T]`. `edits` has the places `(start, stop, edit)` of each sequence's REWRITTEN
-    text with a loss, counted from the start of the sequence.
+    Every tensor is `[T]`. REWRITTEN text was sampled, but its context was edited since. `edits` has
+    the places `(start, stop, edit)` of each sequence's REWRITTEN text with a loss, counted from the
+    start of the sequence.
     """
 
     given: "Tensor"
@@ -828,10 +828,12 @@ class PlacedTokens:
     trained: "Tensor"
     """True for placed tokens that have a loss, as `objective.placed` decides."""
     version: "Tensor"
-    """The version that sampled a REWRITTEN token with a loss. -1 for other tokens."""
+    """The version that sampled the token, if it is REWRITTEN (its context was edited) and has a
+    loss. -1 for other tokens.
+    """
     source_logp: "Tensor"
-    """Log-probability of a REWRITTEN token in the context in which it was sampled, in nats. 0 for
-    other tokens.
+    """Log-probability of a REWRITTEN token in the context in which it was sampled (before the
+    edit), in nats. 0 for other tokens.
     """
     edits: tuple[tuple[tuple[int, int, Edit], ...], ...]
 
@@ -873,12 +875,14 @@ class Batch:
     routed_experts: ExpertTable | None = None
     """The experts that the engine used, which training uses again. None without routing replay."""
     group: tuple[int, ...] = ()
-    """The group number of each sequence, -1 if unknown. Empty in a recorded batch."""
+    """The group number of each sequence, -1 if unknown. Empty in a batch that the audit recorded on
+    disk.
+    """
     reward: tuple[float, ...] = ()
-    """The reward of each sequence's episode. Empty in a recorded batch."""
+    """The reward of each sequence's episode. Empty in a batch that the audit recorded on disk."""
     turn_rewards: tuple[tuple[float, ...], ...] = ()
-    """The rewards of each sequence's turns, as in `Trajectory.turn_rewards`. Empty in a recorded
-    batch.
+    """The rewards of each sequence's turns, as in `Trajectory.turn_rewards`. Empty in a batch that
+    the audit recorded on disk.
     """
     stored: StoredLogps | None = None
     """The old log-probabilities of replayed tokens. None if the batch has no replayed token."""
@@ -920,8 +924,8 @@ class Batch:
     def whole_sequences(self) -> "Batch":
         """Return the batch with shared tokens marked as sampled, in each episode that has them.
 
-        It is used for ratios over several tokens. A batch without shared tokens is returned
-        unchanged.
+        Shared tokens are those before a fork. The result is used for ratios over several tokens. A
+        batch without shared tokens is returned unchanged.
         """
         import torch
 
@@ -944,7 +948,8 @@ class Batch:
     def of_owners(self, values: "Tensor") -> "Tensor":
         """Return `values` `[T]` with the value of the sampling episode at each shared token.
 
-        Raises KeyError if such an episode is not in the batch.
+        Shared tokens are those that a forked episode has from another one. Raises KeyError if the
+        other episode is not in the batch.
         """
         import torch
 
@@ -958,7 +963,8 @@ class Batch:
     def with_owners(self, sequences: Sequence[int]) -> list[int]:
         """Return the indices `sequences`, and those that sampled their shared tokens.
 
-        Raises ValueError if such a sequence is not in the batch.
+        Shared tokens are those that a forked episode has from another one. Raises ValueError if the
+        other episode is not in the batch.
         """
         import torch
 
@@ -1047,7 +1053,7 @@ class Batch:
 def concatenate(batches: Sequence[Batch]) -> Batch:
     """Join batches into one, in their order. A single batch is returned unchanged.
 
-    Raises ValueError if there are several batches and one has routed experts or shared tokens.
+    Raises ValueError if there are several batches and one has routed experts or forked episodes.
     """
     import torch
 
@@ -1159,8 +1165,8 @@ def collate(
 
     `groups` are the groups of the trajectories, whose numbers become `Batch.group`. With
     `replay_experts` the batch has the routed experts that the engine recorded. `placed` is the
-    option `objective.placed`, which decides about the loss of placed text. Raises ValueError if
-    there is no trajectory.
+    option `objective.placed`: which text in replies has a loss although it was not sampled there.
+    Raises ValueError if there is no trajectory.
     """
     import numpy as np
     import torch
@@ -1309,7 +1315,10 @@ def _owners(
 
 
 def has_loss(piece: Piece, placed: "PlacedMode") -> bool:
-    """Return True if a piece is placed text that has a loss. `placed` is `objective.placed`."""
+    """Return True if a piece is placed text that has a loss. `placed` is `objective.placed`.
+
+    Placed text is text in a reply that the policy did not sample in the recorded context.
+    """
     if not isinstance(piece, Placed) or placed == "mask":
         return False
     return placed == "anchor" or piece.source_logp is not None

@@ -7,9 +7,9 @@ from unstale.records import Edit, Piece, Placed, Provenance, Sampled
 
 
 def replace_prompt(pieces: Sequence[Piece], prompt: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Return an episode's pieces with another prompt in place of the first piece.
+    """Return an episode's pieces (runs of tokens) with another prompt as the first piece.
 
-    What was sampled after it becomes REWRITTEN, because it was sampled in another context.
+    Sampled text after it gets the origin REWRITTEN, because it was sampled in another context.
     """
     given = pieces[0].tokens
     first, last = _same(given, prompt), _same(given[::-1], prompt[::-1])
@@ -26,11 +26,11 @@ def _same(some: Sequence[int], others: Sequence[int]) -> int:
 
 
 def remove_text(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
-    """Return an episode's pieces without the tokens `start` to `stop`.
+    """Return an episode's pieces (runs of tokens) without the tokens `start` to `stop`.
 
-    What was sampled after them becomes REWRITTEN, because it was sampled in another context. Raises
-    ValueError if the episode has no such tokens. Also raises it if text after them is REWRITTEN
-    already, or was sampled with top-p, top-k or min-p.
+    Sampled text after them gets the origin REWRITTEN, because it was sampled in another context.
+    Raises ValueError if the episode has no such tokens. Also raises it if text after them is
+    REWRITTEN already, or was sampled with top-p, top-k or min-p.
     """
     tokens = [token for piece in pieces for token in piece.tokens]
     if not 0 <= start < stop <= len(tokens):

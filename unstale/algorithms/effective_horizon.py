@@ -64,7 +64,7 @@ class Tabular:
 class EffectiveHorizon:
     """How hard it is to find the best policy of a task from random episodes.
 
-    The letters are those of the module's text.
+    A is the number of actions in a state, and T the largest number of actions in an episode.
     """
 
     depth: int

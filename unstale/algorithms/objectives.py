@@ -127,8 +127,8 @@ def cispo(
 
     S is the staleness ratio pi / pi_old, A the advantage, and sg stops the gradient (arXiv
     2506.13585, eq. 4). The code has log S in place of log pi. The two differ by the constant
-    `old_logp`, so the gradient is the same, and the loss of fresh tokens is 0. The paper uses
-    `clip_low = 1`, which sets no lower limit.
+    `old_logp`, so the gradient is the same, and the loss is 0 where S = 1. The paper uses `clip_low
+    = 1`, which sets no lower limit.
     """
     advantage = _of_actions(advantage, sampled)
     ratio = bounded_exp(log_staleness.detach())

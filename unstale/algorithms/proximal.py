@@ -108,7 +108,7 @@ def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -
 def nearest_age(lag: Int[Tensor, "*shape"], ages: list[float]) -> Int[Tensor, "*shape"]:
     """Return for each token the index of the number in `ages` that is nearest to its lag.
 
-    Lags and ages have the same unit. If two ages are equally near, return the index of the first.
+    `lag` and `ages` are in batches. If two ages are equally near, return the index of the first.
 
     >>> nearest_age(torch.tensor([0, 1, 2, 5]), [0.5, 3.0]).tolist()
     [0, 0, 1, 1]

@@ -105,7 +105,7 @@ def run_model(
     """Run a forward pass on a prefix tree (packed sequences in which shared prefixes appear once).
 
     Return the last hidden states `[R, H]` of the tokens with the indices `rows` `[R]`. The indices
-    count the tree's tokens, or with a context group those of this rank's slice.
+    count the tree's tokens, or if ranks divide the tokens, those of this rank's slice.
 
     `body` is the model without its output head. If the head is more than one linear map
     (`plain_head` False), `body` is the whole model, and the result has logits `[R, V]` instead.

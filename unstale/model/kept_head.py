@@ -24,9 +24,10 @@ def kept_logps(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy `[R]` of distributions over kept sets, with a gradient.
 
-    The sets have N tokens together. `ids` `[N]` are these tokens, set after set, and `logits` `[N]`
-    their logits, divided by the temperature. `sizes` `[R]` has the size of each set, at least 1.
-    Each set contains its target token in `targets` `[R]`.
+    A kept set has the tokens among which truncated sampling drew. The sets have N tokens together.
+    `ids` `[N]` are these tokens, set after set, and `logits` `[N]` their logits, divided by the
+    temperature. `sizes` `[R]` has the size of each set, at least 1. Each set contains its target
+    token in `targets` `[R]`.
     """
     row = torch.repeat_interleave(sizes)
     top = torch.segment_reduce(logits.detach(), "max", lengths=sizes)

@@ -209,7 +209,10 @@ class Products(Protocol):
         ...
 
     def for_rows(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of the rows, `grad [R, N] @ weight`."""
+        """Return the gradient of the input rows, `grad [R, N] @ weight`.
+
+        `grad` is that of the output.
+        """
         ...
 
     def for_weight(self, grad: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -97,7 +97,7 @@ class RankGroup:
     def reports(self) -> bool:
         """True if this rank reports the results of its passes.
 
-        One rank of each context group does.
+        If several ranks divide the tokens of each pass, only one of them does.
         """
         return self.context is None or self.context.rank == 0
 
@@ -106,7 +106,7 @@ class RankGroup:
 
         Return the passes that this rank runs. A pass is (index in `costs`, True if its result
         counts). All ranks run equally many passes, because they exchange weights in each. Every
-        pass counts on one rank, or on all ranks of one context group. A rank with too few passes
+        pass counts on one rank, or on all ranks that divide its tokens. A rank with too few passes
         runs the cheapest one again, which does not count.
 
         >>> RankGroup(0, 2).deal([5, 9, 1]), RankGroup(1, 2).deal([5, 9, 1])

@@ -155,8 +155,8 @@ def run_pass(
     """Run a forward pass on a prefix tree. Return log-probabilities and entropies, `[R]` each.
 
     `query` has the R target tokens. `rows` `[R]` are the indices in the tree of the tokens before
-    them. `forward` is `forward.run_model`, or `apart.run_apart` for a pass of each sequence. All
-    ranks must call this.
+    them. `forward` is `forward.run_model`, or `apart.run_apart`, which gives each sequence a pass
+    of its own. All ranks must call this.
     """
     passes: Any = model
     logp, entropy = passes.packed_pass(run, rows, query, forward)

@@ -97,8 +97,8 @@ class DualClip(ClippedObjective):
 
     loss_type: str = "dual_clip"
     dual_clip: Annotated[float, Range(above=1)] = 3.0
-    """Limit of the loss where the advantage A is negative, as a multiple of |A|. 1 would stop fresh
-    tokens, too.
+    """Limit of the loss where the advantage A is negative, as a multiple of |A|. 1 would stop
+    tokens with S = 1, too.
     """
 
     docs: ClassVar = ObjectiveDocs(

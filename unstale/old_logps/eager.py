@@ -26,11 +26,11 @@ class Eager(OldLogps):
     """A route that computes `old_logp` of each token once, while the trainer waits for episodes.
 
     When an episode has ended, its tokens of the current version get values from the trainer's
-    weights. If the second route (`fallback`) keeps past weights, so do tokens of unfinished
-    episodes, from the kept weights, once no further token of their version can arrive. Otherwise
-    these get values before the optimizer step. All remaining tokens get values from `fallback`,
-    with their batch. The metric `old_logps/scored_in_time_share` is the share of sampled tokens
-    that have an exact value and for which `fallback` was not needed.
+    weights. Tokens of unfinished episodes get values from kept weights, if the second route
+    (`fallback`) keeps past weights, as soon as no further token of their version can arrive.
+    Otherwise they get values before the optimizer step. All remaining tokens get values from
+    `fallback`, with their batch. The metric `old_logps/scored_in_time_share` is the share of
+    sampled tokens that have an exact value and for which `fallback` was not needed.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:

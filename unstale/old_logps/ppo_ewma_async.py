@@ -173,7 +173,8 @@ class PpoEwmaAsync(OldLogps):
 def staleness_targets(lag: Tensor, number: int) -> list[float]:
     """Divide tokens into `number` equal parts by their lag. Return the mean lag of each part.
 
-    The freshest part comes first. Without tokens, every mean is 0.
+    The lag is the number of batches trained on since the token was sampled. The part with the
+    smallest lags comes first. Without tokens, every mean is 0.
 
     >>> import torch
     >>> staleness_targets(torch.tensor([3, 0, 1, 2]), 2)

@@ -52,11 +52,11 @@ class Audited:
 
     tokens: Tokens
     dropped: Tensor
-    """`[2, N]` bool: True for tokens that the correction drops. Row 0 is the result with the
-    route's old log-probabilities, row 1 with the true ones.
+    """`[2, N]` bool: True for tokens that the correction drops. Row 0 is the result with the run's
+    old log-probabilities, row 1 with the true ones.
     """
     clipped: Tensor
-    """`[2, N]` bool: True for tokens that the objective clips. Row 0 is the result with the route's
+    """`[2, N]` bool: True for tokens that the objective clips. Row 0 is the result with the run's
     old log-probabilities, row 1 with the true ones.
     """
 
@@ -76,10 +76,10 @@ class Truth:
     version_gaps: VersionGaps = ()
 
     def compare(self, prox: Tensor, rules: LossSpec) -> Audited:
-        """Compare the route's old log-probabilities `prox` `[T]` with the true ones.
+        """Compare the run's old log-probabilities `prox` `[T]` with the true ones.
 
         Tokens without a true value are left out (those for which `has_clean_behavior` is False). If
-        a ratio is aggregated over several tokens, the route's values replace missing true values in
+        a ratio is aggregated over several tokens, the run's values replace missing true values in
         it. A token that several episodes share has the values of the episode that sampled it, which
         must be in the batch.
         """
@@ -213,7 +213,10 @@ class Auditor:
         self._seconds = 0.0
 
     def on_published(self, live: Collection[int]) -> None:
-        """Keep a copy of the current weights, and drop versions that are not in `live`."""
+        """Keep a copy of the current weights, and drop versions that are not in `live`.
+
+        `live` are the versions whose sampled tokens are still to be trained on.
+        """
         if self.recording:
             self.recording.version(self._scorer.version, self._scorer.whole_weights())
         if self._share:
@@ -263,7 +266,7 @@ class Auditor:
         }
 
     def scatter_sample(self) -> list[dict[str, float]]:
-        """Return lag, log D and log S of some audited tokens, for plots.
+        """Return lag (in batches), log D and log S of some audited tokens, for plots.
 
         D is the ratio of trainer to engine under the same weights, S that of the current to the old
         policy. Both are given twice: with the run's old log-probabilities, and with the true ones.

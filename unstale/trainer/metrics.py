@@ -64,7 +64,9 @@ class StepMetrics:
         there.
         """
         self.placed_tokens = 0
-        """Number of tokens of placed text, with a loss or without."""
+        """Number of tokens in replies that were not sampled in their context, with a loss or
+        without.
+        """
         self.expected_tokens = tokens_with_gradient
         """The number of tokens with a gradient in the whole batch. It is an estimate while only a
         part of the batch is known.
@@ -190,7 +192,7 @@ class StepMetrics:
         self._values["placed_truncated"].append(truncated.double())
 
     def add_reference(self, log_ratio: Tensor) -> None:
-        """Record `reference_logp - logp` of sampled tokens, for the reference KL."""
+        """Record `reference_logp - logp` of sampled tokens, for the KL divergence metric."""
         self._values["reference_log_ratio"].append(log_ratio)
 
     def add_divergence(self, divergence: Tensor) -> None:
@@ -381,7 +383,10 @@ class StepMetrics:
         }
 
     def scatter_sample(self) -> list[dict[str, float]]:
-        """Return `log_d`, `log_s` and `lag` of at most `MAX_POINTS` tokens, for plots."""
+        """Return `log_d`, `log_s` and `lag` of at most `MAX_POINTS` tokens, for plots.
+
+        The lag is in batches.
+        """
         columns = {name: self._column(name) for name in ("log_d", "log_s", "lag")}
         num_tokens = len(columns["lag"])
         chosen = torch.linspace(0, num_tokens - 1, min(MAX_POINTS, num_tokens)).long()

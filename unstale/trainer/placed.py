@@ -24,7 +24,10 @@ from unstale.trainer.rules import LossSpec
 
 
 class PlacedScores(NamedTuple):
-    """Old log-probabilities and weights of the placed text in a batch."""
+    """Old log-probabilities and weights of a batch's placed text.
+
+    Placed text was not sampled in its context.
+    """
 
     old_logp: Tensor
     """Old log-probability of each token of the text, `[T]`."""
@@ -33,14 +36,17 @@ class PlacedScores(NamedTuple):
     dropped.
     """
     log_gamma: Tensor
-    """Logarithm of each sequence's Gamma (see the module), `[N]`. 0 without REWRITTEN text."""
+    """Logarithm of each sequence's Gamma (see the module), `[N]`. 0 if no sampled text of the
+    sequence had its context edited.
+    """
 
 
 def guided(batch: Batch, placed: PlacedTokens, route: OldLogps, rules: LossSpec) -> PlacedScores:
     """Compute old log-probabilities and weights of placed text, for `objective.placed` "guided".
 
-    `route` computes log-probabilities in the recorded context and in the one in which the text was
-    sampled, both under the version that sampled it. D is corrected as for sampled tokens.
+    `route` is the method that computes `old_logp`. It does so in the recorded context and in the
+    one in which the text was sampled, both under the version that sampled it. D is corrected as for
+    sampled tokens.
     """
     empty = torch.empty(0)
     as_sampled = _as_sampled(batch, placed)

@@ -146,7 +146,7 @@ class LossSpec:
 
     @property
     def uses_sequences(self) -> bool:
-        """True if the loss needs whole sequences, shared tokens included.
+        """True if the loss needs whole sequences, with tokens that other episodes sampled.
 
         This is so for ratios over several tokens, for example.
         """

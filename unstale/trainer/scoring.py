@@ -59,7 +59,7 @@ class Scoring:
     """The computation of a loss's inputs: old log-probabilities, corrections and advantages."""
 
     def __init__(self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec) -> None:
-        """Prepare the computation. `old` is the route, which computes `old_logp`.
+        """Prepare the computation. `old` is the route: the method that computes `old_logp`.
 
         If the loss or a technique compares with the policy before training, a copy of `policy` is
         kept.

@@ -54,7 +54,8 @@ class TokenLog:
     def begin(self, batch: Batch, *, route: str) -> None:
         """Record the sequences of a batch, or of some of its groups, and their advantages.
 
-        Sequences without sampled tokens are left out. `route` is the value of `old_logps.route`.
+        Sequences without sampled tokens are left out. `route` is the name of the method that
+        computes `old_logp` (`old_logps.route`).
         """
         kept = self._kept(batch)
         if not kept:

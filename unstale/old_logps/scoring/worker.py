@@ -95,7 +95,7 @@ class _ScoringWorker:
 def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, PieceText]]:
     """Yield the runs of sampled tokens in a message, each with the text that the model reads.
 
-    The body of the message has their routed experts and kept sets, concatenated.
+    The body of the message has their routed experts and sampling sets, concatenated.
     """
     start = 0
     for fields, tokens, about, size in header["pieces"]:
