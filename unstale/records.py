@@ -145,7 +145,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of the context of text, after the text was sampled in it.
+    """A change of a text's context, made after the text was sampled.
 
     The text was sampled with `tokens` in place of the recorded tokens `start` to `stop`. All other
     tokens before the text are equal in both contexts.

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 MIXTURES = {"forward": 0.0, "reverse": 1.0}
-"""The divergences by name, each as the value of `beta` for `mixed_divergence`."""
+"""The divergences by name, each as the `beta` with which `mixed_divergence` computes it."""
 
 
 def reverse_advantage(

@@ -33,7 +33,9 @@ def lag_of(version: Tensor, *, at: int, version_gaps: VersionGaps) -> Tensor:
 
 
 def num_batches(version: Tensor, version_gaps: VersionGaps) -> Tensor:
-    """Return the number of batches that each version of the weights was trained on."""
+    """Return how many batches each version was trained on: its number minus those that were
+    skipped.
+    """
     firsts = torch.tensor([first for first, _ in version_gaps], dtype=torch.long)
     skipped = torch.tensor([0, *(skipped for _, skipped in version_gaps)])
     return version - skipped[torch.bucketize(version, firsts, right=True)]

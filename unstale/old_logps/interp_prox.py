@@ -1,4 +1,4 @@
-"""Two routes on which `old_logp` is a mean of the engine's and the current policy's values.
+"""Two routes (methods) whose `old_logp` is a mean of the engine's and the current policy's values.
 
 `interp_prox_loglinear` takes a mean of the two log-probabilities, `interp_prox_linear` of the two
 probabilities.

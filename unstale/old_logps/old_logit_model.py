@@ -193,8 +193,8 @@ class _ChildLink:
         self._started = threading.Event()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="old-logit-writer")
         self._folder = ExitStack()
-        """The temporary folder with the model, which the process reads at its start. Closing this
-        removes it.
+        """A context with the temporary folder of the model, which the process reads at its start.
+        When the context is closed, the folder is removed.
         """
         self._frames = Frames()
 
