@@ -885,7 +885,9 @@ class Batch:
     the audit recorded on disk.
     """
     stored: StoredLogps | None = None
-    """The old log-probabilities of replayed tokens. None if the batch has no replayed token."""
+    """The old log-probabilities of replayed tokens, from when they were first trained on. None if
+    the batch has no replayed token.
+    """
     kept_sets: KeptSets | None = None
     """The sets of tokens among which the T tokens were drawn, over which all their
     log-probabilities are normalised. None means the whole vocabulary.

@@ -21,8 +21,8 @@ from unstale.algorithms.corrections import renumber
 MIN_TOKENS = 100
 """Smallest number of tokens from which `leaks` makes estimates."""
 SIGNAL = 10.0
-"""A log-ratio is treated as constant if its standard deviation is less than this many times the
-numerical noise.
+"""A log-ratio counts as constant if its standard deviation is at most this many times the numerical
+noise of a log-probability.
 """
 ALIKE = 0.9999
 """Largest correlation of log S and log D with which `leaks` makes estimates. It could not separate
@@ -35,7 +35,7 @@ class Tokens:
     """Log-probabilities of a batch's tokens for the audit, from before its first optimizer step."""
 
     prox: Float[Tensor, "*shape"]
-    """The approximation of `old_logp` that is audited."""
+    """The approximate `old_logp` that is compared with the true one."""
     old_logp: Float[Tensor, "*shape"]
     """The true old log-probability: the trainer's, with the weights that sampled the token."""
     logp: Float[Tensor, "*shape"]

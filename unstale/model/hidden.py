@@ -25,7 +25,7 @@ class HiddenMeans:
     from. 0 for other tokens.
     """
     forward_tokens: int
-    """Number of tokens in the forward passes."""
+    """Number of tokens in the forward passes that computed these values."""
 
 
 def find_layer(model: PreTrainedModel, depth: float) -> nn.Module:

@@ -1080,7 +1080,9 @@ class Policy:
         return build_prefix_tree(self._packed(batch, where), share=self._shares_prefixes)
 
     def _packed(self, batch: Batch | Packed, where: Tensor | None) -> Packed:
-        """Return the sequences of a batch, with recorded experts and kept sets of their tokens."""
+        """Return the sequences of a batch, with recorded experts and sampling sets of their
+        tokens.
+        """
         if isinstance(batch, Packed):
             return batch
         routed_experts = None

@@ -44,7 +44,9 @@ class TreeLayout:
     pieces: Tensor
     """`[blocks, 2]`: for each block of queries, its segment and the position of its first query."""
     roots: Tensor
-    """`[roots + 1]`: the first block of each root segment, then the number of blocks."""
+    """`[roots + 1]`: the index of each root segment's first block. The last element is the number
+    of blocks.
+    """
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -129,9 +131,13 @@ class FlashLayout:
     shared.
     """
     query_starts: Tensor
-    """`[segments + 1]` int32: the first query of each segment, then the number of queries."""
+    """`[segments + 1]` int32: the index of each segment's first query. The last element is the
+    number of queries.
+    """
     key_starts: Tensor
-    """`[segments + 1]` int32: the first key of each segment, then the number of keys."""
+    """`[segments + 1]` int32: the index of each segment's first key. The last element is the number
+    of keys.
+    """
     longest: tuple[int, int]
     """The largest number of queries of a segment, and the largest number of keys."""
 
@@ -198,7 +204,7 @@ class FlashLayout:
 
 @dataclass(frozen=True, slots=True)
 class DividedLayout:
-    """A prefix tree whose tokens are divided among the ranks of a context group.
+    """A prefix tree whose tokens are divided among ranks (a context group).
 
     Each rank provides its tokens, and computes attention of all tokens for its share of the heads.
     """

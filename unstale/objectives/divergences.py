@@ -38,7 +38,8 @@ class Dppo(ByDivergence):
     above this limit. `kl` needs about 0.05.
     """
     kl_tau: NonNegative = 0.0
-    """The coefficient of (log S)^2, which is added to the loss of every token. prime-rl sets 1e-3.
+    """The coefficient of (log S)^2 with S = pi / pi_old, which is added to the loss of every token.
+    prime-rl sets 1e-3.
     """
 
     docs: ClassVar = ObjectiveDocs(
@@ -122,8 +123,8 @@ class Vaco(ByDivergence):
 
     loss_type: str = "vaco"
     vaco_delta: Positive = 0.2
-    """A token has no gradient if its advantage moves S further from 1 and the mean of |S - 1| over
-    its sequence is above this limit.
+    """A token has no gradient if its advantage moves S = pi / pi_old further from 1 and the mean of
+    |S - 1| over its sequence is above this limit.
     """
 
     docs: ClassVar = ObjectiveDocs(

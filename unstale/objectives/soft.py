@@ -15,11 +15,11 @@ class Sapo(ObjectiveConfig):
 
     loss_type: str = "sapo"
     tau_pos: Positive = 1.0
-    """The rate at which the gradient fades as the staleness ratio leaves 1, for positive
+    """How fast the gradient fades as the staleness ratio pi / pi_old leaves 1, for positive
     advantages.
     """
     tau_neg: Positive = 1.05
-    """The rate at which the gradient fades as the staleness ratio leaves 1, for negative
+    """How fast the gradient fades as the staleness ratio pi / pi_old leaves 1, for negative
     advantages.
     """
 
@@ -50,11 +50,15 @@ class Vespo(ObjectiveConfig):
     W is the product of its staleness ratios.
     """
     vespo_lambda_pos: Positive = 3.0
-    """The rate lambda of the weight W^k exp(lambda (1 - W)), for advantages of 0 or more."""
+    """The rate lambda of the weight W^k exp(lambda (1 - W)) of a sequence, for advantages of 0 or
+    more.
+    """
     vespo_k_neg: NonNegative = 3.0
-    """The power k of the weight W^k exp(lambda (1 - W)), for negative advantages."""
+    """The power k of the weight W^k exp(lambda (1 - W)) of a sequence, for negative advantages."""
     vespo_lambda_neg: Positive = 2.0
-    """The rate lambda of the weight W^k exp(lambda (1 - W)), for negative advantages."""
+    """The rate lambda of the weight W^k exp(lambda (1 - W)) of a sequence, for negative
+    advantages.
+    """
 
     docs: ClassVar = ObjectiveDocs(
         loss="-sg(W^k exp(lambda (1 - W))) A log pi, where W is the product of S over the sequence",
@@ -103,7 +107,9 @@ class PulledBack(ObjectiveConfig):
 
     @property
     def pull(self) -> float:
-        """The coefficient of (log S)^2 / 2 in the loss, where S is the staleness ratio."""
+        """The coefficient of (log S)^2 / 2 in the loss, where S = pi / pi_old is the staleness
+        ratio.
+        """
         raise NotImplementedError
 
     def limit(self) -> str:
@@ -119,8 +125,8 @@ class Dro(PulledBack):
 
     loss_type: str = "dro"
     dro_beta: Positive = 0.05
-    """The coefficient c of A log S - c / 2 (log S)^2, where S is the staleness ratio and A the
-    advantage.
+    """The coefficient c in A log S - c / 2 (log S)^2. S is the staleness ratio pi / pi_old, and A
+    the advantage.
     """
 
     docs: ClassVar = ObjectiveDocs(
@@ -144,7 +150,7 @@ class KlPenalty(PulledBack):
 
     loss_type: str = "kl_penalty"
     kl_penalty: NonNegative = 1.0
-    """The coefficient c of S A - c / 2 (log S)^2, where S is the staleness ratio and A the
+    """The coefficient c in S A - c / 2 (log S)^2. S is the staleness ratio pi / pi_old, and A the
     advantage.
     """
 

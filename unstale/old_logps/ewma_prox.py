@@ -95,16 +95,16 @@ class EwmaProxSpec(OldLogpsConfig):
     makes: ClassVar[type[OldLogps]] = EwmaProx
     beta: Annotated[float | None, Range(0, 0.9999)] = None
     """Decay of the moving average. None means 0.5 for `ewma_prox`. For `ppo_ewma_async` it means a
-    decay that follows the staleness.
+    decay that follows the age of the tokens (their staleness).
     """
     update_every: Literal["version", "step"] = "version"
     """Only for `ewma_prox`: update the average with the weights of every published version, or
     after every optimizer step.
     """
     placement: Literal["twin", "own"] = "twin"
-    """Where past versions or averages are scored: in a second model, or (`own`) in the trained
-    model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
-    keeps averages in main memory.
+    """Where log-probabilities under past versions or averages are computed: by a second model, or
+    (`own`) by the trained model, whose weights are in main memory meanwhile. `own` is slower, needs
+    no second model, and keeps averages in main memory.
     """
 
     # gives a mean age of 3 versions, the age of this recipe's tokens

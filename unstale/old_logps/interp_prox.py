@@ -73,11 +73,11 @@ class InterpProxSpec(OldLogpsConfig):
 
     alpha: Annotated[float | None, Range(0, 1)] = None
     """Only for `interp_prox_*`: weight of the current policy in the mixture. None means (d - 1) / d
-    for a token with a lag (staleness) of d.
+    for a token with a lag of d (sampled d batches ago).
     """
     fresh: Literal["trainer", "behavior"] = "trainer"
-    """Only for `interp_prox_*`: the old log-probability of tokens without staleness (lag 0), from
-    the trainer or from the engine (behavior).
+    """Only for `interp_prox_*`: the old log-probability of tokens of the current version (lag 0),
+    from the trainer or from the engine (behavior).
     """
 
     makes: ClassVar[type[OldLogps]] = InterpProx

@@ -194,28 +194,28 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     makes: ClassVar[type[OldLogps]] = PpoEwmaAsync
     beta: Annotated[float | None, Range(0, 0.9999)] = None
     """Decay of the moving average. None means 0.5 for `ewma_prox`. For `ppo_ewma_async` it means a
-    decay that follows the staleness.
+    decay that follows the age of the tokens (their staleness).
     """
     averages: PositiveInt = 1
     """Only for `ppo_ewma_async`: number of averages of different age. Each token is scored by the
-    average whose age is nearest to its lag (staleness).
+    average whose age is nearest to its lag (the batches trained on since it was sampled).
     """
     lag_memory: Annotated[float, Range(0, 0.99)] = 0.8
-    """Only for `ppo_ewma_async`: weight of the earlier batches in the mean lag that the average
-    follows; 0 uses only the current batch.
+    """Only for `ppo_ewma_async`: weight of the earlier batches in the mean age of tokens (lag) that
+    the average follows; 0 uses only the current batch.
     """
     reset_below: Share = 0.0
-    """Only for `ppo_ewma_async`: reset the averages if the correction keeps a smaller share of
-    tokens than this; 0 never resets.
+    """Only for `ppo_ewma_async`: reset the averages to the current weights if the correction keeps
+    a smaller share of tokens than this; 0 never resets.
     """
     reset_patience: PositiveInt = 3
     """Only for `ppo_ewma_async`: number of batches in a row below `reset_below` before a reset."""
     reset_cooldown: PositiveInt = 10
     """Only for `ppo_ewma_async`: smallest number of batches between two resets of the averages."""
     placement: Literal["twin", "own"] = "twin"
-    """Where past versions or averages are scored: in a second model, or (`own`) in the trained
-    model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
-    keeps averages in main memory.
+    """Where log-probabilities under past versions or averages are computed: by a second model, or
+    (`own`) by the trained model, whose weights are in main memory meanwhile. `own` is slower, needs
+    no second model, and keeps averages in main memory.
     """
 
     fixed: ClassVar = {"averages": "the checkpoint holds so many averages"}

@@ -79,9 +79,9 @@ class QueueOfTwoSpec(OldLogpsConfig):
     route: str = "queue_of_two"
     makes: ClassVar[type[OldLogps]] = QueueOfTwo
     placement: Literal["twin", "own"] = "twin"
-    """Where past versions or averages are scored: in a second model, or (`own`) in the trained
-    model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
-    keeps averages in main memory.
+    """Where log-probabilities under past versions or averages are computed: by a second model, or
+    (`own`) by the trained model, whose weights are in main memory meanwhile. `own` is slower, needs
+    no second model, and keeps averages in main memory.
     """
 
     exactness: ClassVar = "for tokens of lag 1"

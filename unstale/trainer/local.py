@@ -280,7 +280,7 @@ class LocalTrainer:
         return scored, old.old_logp, minibatches
 
     def _run(self, minibatch: Minibatch) -> None:
-        """Run the forward and backward passes of a minibatch, or of an added part of one."""
+        """Run the forward and backward passes of a minibatch, or of a part that `add` adds."""
         began = time.perf_counter()
         metrics = self._metrics
         self.scoring.failed_batch = FailedBatch("step", minibatch)

@@ -54,7 +54,7 @@ class StepMetrics:
         self.epochs = 1
         """Number of times that the batch is trained on. Clipped tokens are counted each time."""
         self.extra: dict[str, float] = {}
-        """Further metrics by name, which are added to the metrics of the batch."""
+        """Metrics from other components, by name, which are reported with those of the batch."""
         self.action_tokens = action_tokens
         self.tokens_with_gradient = tokens_with_gradient
         self.replayed_with_gradient = replayed_with_gradient
@@ -289,9 +289,9 @@ class StepMetrics:
         return _mean(keep) if len(keep) else 1.0
 
     def _of_steps(self) -> dict[str, float]:
-        """Return the mean gradient norm and the shares of skipped steps.
+        """Return the metrics of optimizer steps: mean gradient norm, and shares of skipped steps.
 
-        The norm is NaN if all steps overflowed.
+        The norm is NaN if the gradients of all steps overflowed.
         """
         steps = max(1, len(self.grad_norms))
         finite = [norm for norm in self.grad_norms if math.isfinite(norm)]

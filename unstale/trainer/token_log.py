@@ -161,7 +161,6 @@ class TokenLog:
         ]
 
     def _kept(self, batch: Batch) -> list[int]:
-        """Return the indices of the sequences whose token values are kept."""
         if not self.share:
             return []
         return [i for i, number in enumerate(batch.group) if keeps_tokens(number, self.share)]

@@ -79,7 +79,7 @@ class SecondModel:
         self.sent = version
 
     def on_piece(self, piece: "PendingPiece") -> None:
-        """Send sampled tokens to the second model, or hold them back with `lockstep`.
+        """Send sampled tokens to the second model. With `lockstep`, hold them back for now.
 
         Does not block.
         """
