@@ -1,16 +1,16 @@
 """Measure what recorded kept sets cost: bytes of a token in the journal, and the sampling rate.
 
-    python -m benchmarks.kept_sets                         # SmolLM2 in bfloat16, about ten minutes
+    python -m benchmarks.kept_sets         # SmolLM2 in bfloat16, three minutes of a core
     python -m benchmarks.kept_sets --model base --rows 16 --tokens 8 --repeats 1
 
-Replies to chat prompts of three kinds are sampled at temperature 1. Plain and truncated sampling
+Replies to chat prompts of three kinds are sampled at temperature 1. Plain sampling and top-p
 alternate. Rates are tokens per second of the engine's processor time, so that other work on the
 machine does not count. Every reply is packed as the journal packs it.
 
 The column "modelled" says what a slower code could save: the length with an arithmetic coder, whose
 logistic model of an id reads the size of the set, the sets of the reply so far, with three speeds
-of forgetting, and the id's place in the vocabulary. Twelve replies fit the model, the next twelve
-are measured, over what they take packed.
+of forgetting, and the id's place in the vocabulary. Eight replies fit the model, the next eight are
+measured, over what they take packed.
 """
 
 import argparse
@@ -164,7 +164,7 @@ def packed_row(
         f"{kept.sizes.mean():.0f} (median {median(kept.sizes):.0f})",
         f"{np.mean(kept.sizes == 1):.0%}",
         f"{size:.0f}",
-        f"{modelled_bytes(replies[:24], vocab) / sum(map(len, packed[12:24])):.2f}",
+        f"{modelled_bytes(replies[:16], vocab) / sum(map(len, packed[8:16])):.2f}",
         f"{1000 * seconds / len(kept):.2f}",
     ]
     return row(name, limits, f"{len(kept):,}", *cells), size
@@ -175,8 +175,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--rows", type=int, default=24, help="replies at once")
-    parser.add_argument("--tokens", type=int, default=64, help="most tokens of a reply")
+    parser.add_argument("--rows", type=int, default=16, help="replies at once")
+    parser.add_argument("--tokens", type=int, default=48, help="most tokens of a reply")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -198,13 +198,15 @@ def main() -> None:
     stop = (policy.tokenizer.eos_token_id,)
     made["plain"].rate(options.rows, 4, stop)  # oneDNN compiles its code
     made["plain"].rounds = 0
+    compared = {name: made[name] for name in ("plain", "top-p 0.95")}
     rates = alternate(
         {
             name: partial(each.rate, options.rows, options.tokens, stop)
-            for name, each in made.items()
+            for name, each in compared.items()
         },
         options.repeats,
     )
+    made["top-p 0.95, top-k 128"].rate(options.rows, options.tokens, stop)
     lines = [*columns("limits", "tokens per processor second", "times plain")]
     for name, values in rates.items():
         lines.append(row(name, spread(values, "{:.0f}"), spread(ratios(rates, name, over="plain"))))
