@@ -79,6 +79,14 @@ class KeptSets:
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         return KeptSets(sizes, self.ids[np.repeat(starts, sizes) + within])
 
+    def contain(self, tokens: Sequence[int]) -> bool:
+        """Return True if each token is in its set, exactly once."""
+        import numpy as np
+
+        found = self.ids == np.repeat(np.array(tokens, np.int32), self.sizes)
+        owner = np.repeat(np.arange(len(self)), self.sizes)
+        return bool((np.bincount(owner[found], minlength=len(self)) == 1).all())
+
     def split(self, counts: Sequence[int]) -> "list[KeptSets]":
         """Divide the sets into those of successive runs of tokens.
 
@@ -92,6 +100,15 @@ class KeptSets:
         import torch
 
         return torch.from_numpy(self.sizes), torch.from_numpy(self.ids)
+
+    @classmethod
+    def of_lists(cls, sets: "Sequence[Sequence[int]]") -> "KeptSets":
+        """Return sets whose ids are in any order."""
+        import numpy as np
+
+        ids = [np.sort(np.array(each, np.int32)) for each in sets]
+        sizes = np.array([len(each) for each in sets], np.int64)
+        return cls(sizes, np.concatenate([np.empty(0, np.int32), *ids]))
 
     @classmethod
     def of_tensors(cls, sizes: "Tensor", ids: "Tensor") -> "KeptSets":

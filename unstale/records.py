@@ -892,6 +892,10 @@ class Batch:
     """The sets of tokens among which the T tokens were drawn, over which all their
     log-probabilities are normalised. None means the whole vocabulary.
     """
+    engine_entropy: "Tensor | None" = None
+    """The entropy of the distribution from which the engine drew each sampled token, in nats, NaN
+    elsewhere. None if the engine returned none.
+    """
     lessons: tuple[Lesson, ...] = ()
     """The teacher of each sequence, and what only it reads. Empty if there is one teacher that
     reads the sequences as they are.
@@ -1035,6 +1039,7 @@ class Batch:
             else (),
             stored=self.stored.select(index) if self.stored else None,
             kept_sets=self.kept_sets.at(index) if self.kept_sets else None,
+            engine_entropy=None if self.engine_entropy is None else self.engine_entropy[index],
             lessons=tuple(self.lessons[i] for i in sequences) if self.lessons else (),
             placed=self.placed.select(sequences, index) if self.placed else None,
             shared=self.shared.select(index) if self.shared else None,
@@ -1074,6 +1079,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         name: torch.cat([getattr(batch, name) for batch in batches]) for name in tensors
     }
     kept = [batch.stored or _nothing_stored(batch) for batch in batches]
+    measured: Any = [batch.engine_entropy for batch in batches]
     return Batch(
         offsets=tuple(offsets),
         episodes=tuple(episode for batch in batches for episode in batch.episodes),
@@ -1083,6 +1089,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
             torch.cat([each.old_logp for each in kept]), torch.cat([each.exact for each in kept])
         ),
         kept_sets=join([(len(batch.tokens), batch.kept_sets) for batch in batches]),
+        engine_entropy=None if any(each is None for each in measured) else torch.cat(measured),
         placed=_join_placed(batches),
         **columns,
     )
@@ -1220,10 +1227,27 @@ def collate(
         group=tuple(numbers.get(item.trajectory.episode, -1) for item in credited),
         reward=tuple(item.trajectory.reward for item in credited),
         kept_sets=join(kept),
+        engine_entropy=_engine_entropy(credited),
         turn_rewards=tuple(item.trajectory.turn_rewards for item in credited),
         placed=_placed_tokens(credited, placed),
         shared=_shared_tokens(credited),
     )
+
+
+def _engine_entropy(credited: Sequence[ScoredTrajectory]) -> "Tensor | None":
+    """Return the engine's entropy of each token, NaN where it measured none. None if of none."""
+    import numpy as np
+    import torch
+
+    pieces = [piece for item in credited for piece in item.trajectory.pieces]
+    found = [piece.signals if isinstance(piece, Sampled) else None for piece in pieces]
+    if not any(found):
+        return None
+    parts = [
+        np.full(len(piece.tokens), np.nan, np.float32) if own is None else own.entropy
+        for piece, own in zip(pieces, found, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _shared_tokens(credited: Sequence[ScoredTrajectory]) -> SharedTokens | None:

@@ -466,6 +466,13 @@ ROWS: Sequence[Row] = (
         "a teacher's judgement of each token that the policy sampled",
         "--techniques distil --distil.teacher FOLDER (docs/distillation.md)",
     ),
+    _partly(
+        61,
+        "ESTR, arXiv 2607.22186",
+        "a trust region whose width grows with a token's entropy",
+        "--techniques estr --estr.tau TAU",
+        "The mask is made once per batch, and tau has no default: the paper's value is not known.",
+    ),
 )
 """All rows of the table, in the order of their numbers."""
 
@@ -494,6 +501,7 @@ WISHES: Mapping[str, Sequence[str]] = {
     "stability with old tokens": (
         "confidence_clip",
         "ess_lr",
+        "estr",
         "m2po",
         "minpro",
         "opmd",
