@@ -80,7 +80,9 @@ class Message:
     thoughts: str = ""
     """The assistant's reasoning text, if the chat template has such texts."""
     images: tuple[Image, ...] = ()
-    """The pictures of a user's message, in their order. Only a vision-language model reads them."""
+    """The pictures of a user's message or of a tool's result, in their order. Only a
+    vision-language model reads them.
+    """
 
     @property
     def parts(self) -> Iterator[str | Image]:
@@ -175,10 +177,11 @@ def _require_images(message: Message) -> None:
     if len(places) < len(message.images) or places != sorted(places):
         raise EnvError("Message.images must be a tuple of Image(data, at) in the order of `at`")
     if places and (
-        message.role != "user" or not 0 <= places[0] <= places[-1] <= len(message.content)
+        message.role not in ("user", "tool")
+        or not 0 <= places[0] <= places[-1] <= len(message.content)
     ):
         raise EnvError(
-            "Message.images must be of a message of the role user, with `at` within its content; "
+            "Message.images must be of the role user or tool, with `at` within the content; "
             f"got role {message.role}, at {places}"
         )
 
