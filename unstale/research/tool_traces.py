@@ -1,9 +1,9 @@
-"""Turn plain reasoning into conversations with tool calls (AgentMath).
+"""Convert reasoning in plain text to conversations with tool calls (AgentMath).
 
-A computation in a solution, such as `12 * 5 = 60`, becomes a call of a tool and its answer. The
-tool is executed. A solution is kept if every answer is the number that the solution has, if there
-is at least one call, and if the solution ends with the row's answer. The words are not changed, and
-no language model takes part: what is not a computation in digits stays text.
+A computation in a solution, such as `12 * 5 = 60`, becomes a call of a tool and the tool's result.
+The tool is executed. A solution is kept if it has at least one call, if every result is the number
+that the solution states, and if the solution ends with the row's answer. Its words do not change,
+and no language model is used: computations that are not written in digits stay text.
 """
 
 import re
@@ -21,7 +21,7 @@ _COMPUTATION = re.compile(
     rf"\(*{_NUMBER}\)*)+)\s*=\s*(?P<value>-?{_NUMBER})"
 )
 _NOTE = re.compile(r"<<[^<>]*>>")
-"""Pattern of the computations that GSM8K repeats in its solutions."""
+"""Pattern of the notes `<<...>>` in GSM8K, which repeat the computations of a solution."""
 _SIGNS = str.maketrans({"\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/", "$": "", ",": ""})
 MAX_CALLS = 32
 """Largest number of calls in a conversation."""
@@ -29,7 +29,9 @@ MAX_CALLS = 32
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that computes expressions."""
+    """A tool that computes expressions, with the function that converts an expression to its
+    arguments.
+    """
 
     schema: Mapping[str, Any]
     arguments: Callable[[str], dict[str, str]]
@@ -52,13 +54,13 @@ TOOLS: Mapping[str, Tool] = {
 
 
 class NotTraced(Exception):
-    """Error: a solution cannot be turned into a conversation."""
+    """An error that states why a solution cannot become a conversation."""
 
 
 async def trace(prompt: str, solution: str, tool: Tool) -> list[dict[str, Any]]:
-    """Return the messages of a conversation that has the computations of a solution as calls.
+    """Return the messages of a conversation in which the computations of a solution are tool calls.
 
-    Raises `NotTraced` with the reason if the solution is not kept.
+    Raises `NotTraced` with the reason if the solution cannot be kept.
     """
     text = _NOTE.sub("", solution)
     found = list(_COMPUTATION.finditer(text))
@@ -90,10 +92,11 @@ async def trace(prompt: str, solution: str, tool: Tool) -> list[dict[str, Any]]:
 async def traces(
     rows: Sequence[Mapping[str, Any]], tool: Tool, *, prompt: str, solution: str, answer: str = ""
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Return a row with `messages` for each solution that is kept, and counts of the other reasons.
+    """Return a row with `messages` for each solution that is kept, and the number of others by
+    reason.
 
-    `prompt`, `solution` and `answer` are names of columns. Without `answer`, the end of a solution
-    is not compared.
+    `prompt`, `solution` and `answer` are names of columns. Without `answer`, the final answer of a
+    solution is not checked.
     """
     kept: list[dict[str, Any]] = []
     refused = Counter[str]()

@@ -1,4 +1,4 @@
-"""The trainer's forward pass, used to check the log-probabilities of a server."""
+"""A forward pass of the trainer's model, which checks the log-probabilities of a server."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +19,8 @@ class ReferenceModel:
     """A language model whose weights are passed to each call of `logps`.
 
     `max_positions` is the longest sequence that the model's configuration allows, or None. With
-    `merging`, updates are LoRA adapters, which `cast` adds to the base weights in `folder`. `logps`
-    rounds weights and activations to the format `quantise`, as the engine does. `cast` does not
-    round to this format.
+    `merging`, updates are LoRA adapters, which `cast` adds to the base weights in `folder`. Like
+    the engine, `logps` rounds weights and activations to the format `quantise`. `cast` does not.
     """
 
     def __init__(
@@ -48,9 +47,9 @@ class ReferenceModel:
         self._model = _without_memory(model)
 
     def routed_layers(self) -> tuple[bool, ...]:
-        """Return a bool for each layer: True if it has an expert router.
+        """Return for each layer True if it has a router that chooses experts.
 
-        Raises ConfigError if none has.
+        Raises ConfigError if no layer has one.
         """
         return routed_layers(self._model)
 
@@ -69,7 +68,8 @@ class ReferenceModel:
     def logps(
         self, weights: Mapping[str, Tensor], tokens: Sequence[int], *, temperature: float
     ) -> Tensor:
-        """Return the log-probabilities in nats of all `tokens` except the first, `[T - 1]`.
+        """Return the log-probabilities in nats of all `tokens` except the first, `[T - 1]`, on the
+        CPU.
 
         `weights` must be a result of `cast`.
         """

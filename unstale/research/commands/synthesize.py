@@ -24,7 +24,7 @@ from unstale.config.checks import bounded
 from unstale.durability.console import Console
 
 KEY = "UNSTALE_WRITER_KEY"
-"""The environment variable with the API key of a served writer."""
+"""The environment variable with the API key of the endpoint whose model writes tasks."""
 SHARE = bounded(float, 0, 1)
 
 
@@ -62,7 +62,7 @@ def _synthesize(chosen: argparse.Namespace) -> int:
 
 
 def _make(chosen: argparse.Namespace, config: RunConfig) -> list[dict[str, object]]:
-    """Return the rows of all drafts and controls."""
+    """Draft the tasks. Return a row for each draft and each control."""
     from unstale.builders import build_server
     from unstale.cli.evaluate import run_until_complete, running_generator
     from unstale.cli.process import limit_threads

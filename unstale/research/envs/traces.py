@@ -1,15 +1,16 @@
 """The environment `traces:FILE`: an expert's recorded conversations, replayed against the policy.
 
-Each row has `messages` as in `unstale sft`. The policy answers the recorded observations. A reply
-with the expert's tool calls, or without calls with its text, is right and has the reward 1; one
-that only names the same tools has 0.5, any other 0. After a wrong reply, a patch shows the
-expert's step and what followed it, and the episode goes on, at most `patches` times. The episode is
-a success if all replies were right. From UI-S1; `step_groups` with `cut_below` 1 cuts returns at
-patches.
+Each row of the file has `messages` as for `unstale sft`. After each reply, the policy reads the
+recorded observation. A reply's reward is 1 if it has the expert's tool calls, or the expert's text
+where the expert calls no tool; 0.5 if it only calls the same tools; else 0. A reply with a reward
+below 1 is wrong. After it, a patch (a message with the expert's step and its results) is shown, and
+the episode continues, at most `patches` times. The episode succeeds if all replies are right. From
+UI-S1; `step_groups` with `cut_below` 1 cuts returns at patches.
 
-The facts are `progress`, the share of replies before the first wrong one, `patches`, and
-`semi_online`, the mean of progress and success. A recording does not know what another way of
-solving a task would have led to, so success in the true environment must be measured apart.
+The facts are `progress`, the share of the expert's steps before the first wrong reply, `patches`,
+the number of wrong replies, and `semi_online`, the mean of progress and success. A recording cannot
+show where another way of solving the task leads, so measure success in the true environment as
+well.
 """
 
 import json
@@ -32,12 +33,14 @@ RESULT = "It was answered: {answer}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracesConfig(TaskConfig):
-    """The recorded conversations of an expert."""
+    """Tasks that replay the recorded conversations of an expert."""
 
     env: str = "traces:"
     """`traces:FILE` with a row for each conversation."""
     patches: Count = 2
-    """Largest number of wrong replies after which an episode goes on."""
+    """Number of wrong replies that are patched: the expert's step is shown, and the episode
+    continues. It ends after one more wrong reply.
+    """
     held_out_share: Share = HELD_OUT_SHARE
     """Share of the conversations that are held out for evaluation. A hash of the prompt selects
     them.
@@ -46,7 +49,9 @@ class TracesConfig(TaskConfig):
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """A conversation of an expert: the prompt, and each reply with the messages after it."""
+    """A conversation of an expert: its first messages, and each reply with the messages that follow
+    it.
+    """
 
     opening: tuple[Message, ...]
     steps: tuple[tuple[Message, tuple[Message, ...]], ...]
@@ -59,10 +64,14 @@ class _Trace:
 
 
 class TraceTasks(ListedTasks):
-    """A task set whose tasks are an expert's conversations."""
+    """A task set that replays recorded conversations of an expert, one as each task."""
 
     def __init__(self, rows: Sequence[Any], options: TracesConfig) -> None:
-        """Read the conversations. Raises `ConfigError` for a row that has none."""
+        """Create the tasks from the rows of a file.
+
+        Raises `ConfigError` for a row without a conversation, or if no conversation is left for
+        training.
+        """
         self.name = options.env
         self._patches = options.patches
         traces = [_read(row) for row in rows]
@@ -126,7 +135,9 @@ class TraceEnv:
 
 
 def score_step(reply: Message, expert: Message) -> float:
-    """Return 1 for the expert's calls or text, 0.5 for calls of the same tools, else 0.
+    """Return the reward of a reply: 1 if it equals the expert's, 0.5 for the same tools, else 0.
+
+    Replies are equal if their tool calls are or, without expert calls, their texts.
 
     >>> score_step(Message("assistant", " yes"), Message("assistant", "yes"))
     1.0
@@ -140,7 +151,9 @@ def score_step(reply: Message, expert: Message) -> float:
 
 
 def _patched(expert: Message, after: Sequence[Message]) -> tuple[Message, ...]:
-    """Return a message that shows the expert's step and its results, then the other messages."""
+    """Return the messages after a wrong reply: the expert's step with its results, then the
+    others.
+    """
     calls = [json.dumps([each.name, dict(each.arguments)]) for each in expert.tool_calls]
     lines = [PATCH.format(step=" ".join(filter(None, (expert.content, *calls))))]
     lines += [RESULT.format(answer=each.content) for each in after if each.role == "tool"]

@@ -1,10 +1,11 @@
 """`m2po`: a mask of the tokens with the largest log-ratios, instead of a clip.
 
-Tokens with the largest (log r)^2 get no gradient, as many as needed for the mean of (log r)^2 over
-the other tokens to be at most `limit`. r is pi / mu: the current policy over the engine's. The mean
-is over the sampled tokens of a batch that move away from mu, that is r > 1 with a positive
-advantage and r < 1 with a negative one. The mask is made once per batch. From M2PO (arXiv
-2510.01161), whose code limits r to the largest remaining value; AReaL drops the tokens, as here.
+Tokens with the largest (log r)^2 are masked, so they get no gradient: as many as needed for the
+mean of (log r)^2 over the other tokens to be at most `limit`. r is pi / mu: the current policy over
+the engine's. Only sampled tokens of a batch that move away from mu are counted: those with r > 1
+and a positive advantage, or r < 1 and a negative one. The mask is made once per batch. From M2PO
+(arXiv 2510.01161), whose code limits r to the largest remaining value; AReaL drops the tokens, as
+here.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ class M2poConfig(Section):
     """A mask of the tokens with the largest log-ratios, instead of a clip (M2PO)."""
 
     limit: Positive = 0.04
-    """Largest mean of (log r)^2 over the tokens that are not masked."""
+    """Largest mean of (log r)^2 over the tokens that are not masked, where r is the ratio `of`."""
     of: Literal["whole", "staleness", "discrepancy"] = "whole"
-    """The ratio r: pi / mu, the staleness ratio pi / pi_old, or the discrepancy pi_old / mu (as in
-    AReaL).
+    """The ratio r: pi / mu, the staleness ratio pi / pi_old, or the discrepancy pi_old / mu. AReaL
+    uses the last one.
     """
     over: Literal["away", "all"] = "away"
-    """The tokens that are counted and may be masked: those that move away from the old policy, as
-    in the paper's code, or all (as in AReaL).
+    """The tokens that count and may be masked: only those that move away from the old policy, as in
+    the paper's code, or all, as in AReaL.
     """
 
 
 class M2po:
-    """A technique that masks the tokens with the largest log-ratios."""
+    """A technique that masks the tokens with the largest absolute log-ratios of two policies."""
 
     def __init__(self, options: M2poConfig) -> None:
         self._options = options
@@ -61,9 +62,9 @@ class M2po:
 
 
 def under_limit(squares: Tensor, limit: float) -> Tensor:
-    """Return a mask `[n]` that is False for the largest values.
+    """Return a mask `[n]` that is False for as few of the largest values as possible.
 
-    As few values are False as needed for the mean of the others to be at most `limit`.
+    The mean of the others must be at most `limit`.
     """
     import torch
 

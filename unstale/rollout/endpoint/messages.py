@@ -1,7 +1,7 @@
 """Requests and answers of Anthropic's Messages API.
 
-A request is read into the same history as a chat request with the same content. So it is answered
-and recorded like one.
+A request is read into the same `CompletionRequest` as a chat request with this content, so both are
+answered and recorded in the same way.
 """
 
 import json
@@ -32,9 +32,7 @@ _TERMS = wire.ResultTerms(
     "tool_use_id", "The next message must begin with a tool_result block for each"
 )
 _BILLING = "x-anthropic-billing-header:"
-"""Beginning of a system block that Claude Code writes for Anthropic's billing. It differs in each
-call.
-"""
+"""Start of a system block that Claude Code writes for billing. Its text differs in each call."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     401: "authentication_error",
@@ -49,8 +47,8 @@ def read_messages(
 ) -> CompletionRequest:
     """Check and read a request of the Messages API.
 
-    Raises `Refused` for an invalid request. Without `endpoint.lenient`, sampling options that
-    differ from the run's are refused, too.
+    `temperature` is the run's. Raises `Refused` if the request is invalid or, without
+    `endpoint.lenient`, if its sampling options differ from the run's.
     """
     body, overridden, reply_format = _without_overridden(body, temperature, config)
     require(body, MESSAGE, "")
@@ -76,8 +74,8 @@ def read_messages(
 def _without_overridden(
     body: Mapping[str, Any], temperature: float, config: EndpointConfig
 ) -> tuple[Mapping[str, Any], tuple[str, ...], wire.ReplyFormat | None]:
-    """Return a request without what `endpoint.lenient` ignores, the names of what was left out, and
-    the format that the reply must have, or None.
+    """Return a request without what `endpoint.lenient` ignores, the names of the ignored options,
+    and the format that the reply must have, or None.
     """
     if not config.lenient:
         return body, (), None
@@ -125,7 +123,7 @@ def _read_content(
 
 
 def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as a chat request has it. Fields that only Anthropic's API has are left out."""
+    """Return a tool in the form of a chat request, without fields that only Anthropic's API has."""
     function = {"name": tool["name"]}
     for name, own in (
         ("description", "description"),
@@ -140,7 +138,7 @@ def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _read_message(
     record: Any, path: str, deferred: Mapping[str, Mapping[str, Any]]
 ) -> list[SentMessage]:
-    """Return a message as chat messages. Each result of a tool call becomes a separate message.
+    """Return a message as chat messages. Each result of a tool call becomes a message.
 
     `deferred` are the tools that the policy sees only if a result refers to them.
     """
@@ -204,7 +202,7 @@ def _as_text(
 def _require_blocks(
     blocks: Sequence[Any], schemas: Mapping[str, Mapping[str, Any]], path: str
 ) -> None:
-    """Raise `Refused` for an invalid block, or one in a place where no chat template writes it."""
+    """Raise `Refused` for an invalid block, and for blocks not in the order of `schemas`."""
     kinds = [*schemas]
     last = 0
     for index, block in enumerate(blocks):
@@ -234,7 +232,7 @@ class MessageFormat(ChatFormat):
     def __init__(self, model: str, chat: Chat) -> None:
         super().__init__(model, chat)
         self._open: list[Fields] = []
-        """The content blocks that were streamed so far. The last one may be incomplete."""
+        """The content blocks that the stream has begun. The last one may be incomplete."""
 
     def whole(self, choices: list[Choice], request: CompletionRequest) -> Fields:
         (choice,) = choices
@@ -256,7 +254,9 @@ class MessageFormat(ChatFormat):
         return blocks
 
     def _thinking(self, thoughts: str) -> Fields:
-        """Return a block of thoughts. Some clients drop a block without a signature."""
+        """Return a block of reasoning text. It has a signature, since some clients drop it
+        otherwise.
+        """
         return {"type": "thinking", "thinking": thoughts, "signature": self.id}
 
     def _answer(self, blocks: list[Fields], end: Fields, counts: Mapping[str, int]) -> Fields:
@@ -324,7 +324,7 @@ class MessageFormat(ChatFormat):
         return {"type": "content_block_stop", "index": len(self._open) - 1}
 
     def _add_thoughts(self, thoughts: str) -> Iterator[Fields]:
-        """Yield the events that stream the reasoning text at once, as soon as it is complete."""
+        """Yield the events that send the whole reasoning text, unless it was sent."""
         if self._open:
             return
         block = self._thinking(thoughts)
@@ -334,7 +334,7 @@ class MessageFormat(ChatFormat):
         yield self._close()
 
     def _add_text(self, text: str) -> Iterator[Fields]:
-        """Yield the events that stream the part of the text that has not been sent yet."""
+        """Yield the events that send the unsent rest of the text."""
         if not self._open or self._open[-1]["type"] != "text":
             yield self._start({"type": "text", "text": ""})
         sent = self._sent[0].get("content", "")
@@ -344,7 +344,9 @@ class MessageFormat(ChatFormat):
 
 
 def error_body(refused: Refused) -> Fields:
-    """Return a refusal in the form of Anthropic's errors, with the field and the code added."""
+    """Return a refusal in the form of Anthropic's errors, with the request's field and OpenAI's
+    code.
+    """
     error = refused.body()["error"]
     kind = "invalid_request_error" if refused.status < 500 else "api_error"
     error["type"] = _ERRORS.get(refused.status, kind)
