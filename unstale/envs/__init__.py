@@ -76,7 +76,9 @@ class Message:
     thoughts: str = ""
     """The reasoning text of a reply. Empty without one."""
     images: tuple[Image, ...] = ()
-    """The pictures in a user's message, in order. Only a vision-language model can read them."""
+    """The pictures in a user's message or a tool's result, in order. Only a vision-language model
+    can read them.
+    """
 
     @property
     def parts(self) -> Iterator[str | Image]:
@@ -173,10 +175,11 @@ def _require_images(message: Message) -> None:
     if len(places) < len(message.images) or places != sorted(places):
         raise EnvError("Message.images must be a tuple of Image(data, at) in the order of `at`")
     if places and (
-        message.role != "user" or not 0 <= places[0] <= places[-1] <= len(message.content)
+        message.role not in ("user", "tool")
+        or not 0 <= places[0] <= places[-1] <= len(message.content)
     ):
         raise EnvError(
-            "Message.images must be of a message of the role user, with `at` within its content; "
+            "Message.images must be of the role user or tool, with `at` within the content; "
             f"got role {message.role}, at {places}"
         )
 

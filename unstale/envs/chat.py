@@ -183,6 +183,10 @@ class Chat:
         text, seam = self._render(self._prompt_record(messages), add_generation_prompt)
         return text if marked else text.replace(seam, "")
 
+    @property
+    def reads_pictures(self) -> bool:
+        return self._pictures is not None
+
     def pictures(self, tokens: Sequence[int]) -> tuple[Picture, ...]:
         """Return the pictures that occur in encoded tokens, each once."""
         return self._pictures.store.pictures(tokens) if self._pictures else ()
@@ -337,7 +341,7 @@ class Chat:
         parts = (part for content in contents if isinstance(content, list) for part in content)
         digests = [part["digest"] for part in parts if part["type"] == "image"]
         if tokens.count(self._pictures.token) != len(digests):
-            raise ValueError(
+            raise PictureError(
                 f"the chat template writes {tokens.count(self._pictures.token)} pictures for the "
                 f"{len(digests)} of the messages"
             )

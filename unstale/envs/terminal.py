@@ -103,6 +103,9 @@ def _row(number: int, task: TerminalTask) -> dict[str, Any]:
 class TerminalEnv:
     """The environment of one task. The agent's turn ends with a reply without a tool call, or at
     its time limit.
+
+    Only commands take time of this limit. An episode also waits for weights, for the engine and for
+    other episodes of its tree, which says nothing about the agent.
     """
 
     def __init__(
@@ -118,15 +121,15 @@ class TerminalEnv:
         self._system = system
         self._runner = ToolRunner(TOOL, self._run)
         self._sandbox: Sandbox | None = None
-        self._ends = 0.0
+        self._used_s = 0.0
+        """Seconds that the agent's commands took."""
 
     async def begin(self) -> Turn:
         self._sandbox = await self._runtime.start(self._task)
-        self._ends = asyncio.get_running_loop().time() + self._task.agent_timeout_s
         return Turn((Message("system", self._system), Message("user", self._task.instruction)))
 
     async def step(self, reply: Message) -> Turn:
-        is_late = asyncio.get_running_loop().time() > self._ends
+        is_late = self._used_s >= self._task.agent_timeout_s
         if reply.tool_calls and not is_late:
             answers = await self._runner.answer(reply.tool_calls)
             return Turn(answers, facts=self._facts())
@@ -150,10 +153,11 @@ class TerminalEnv:
     async def _run(self, command: str) -> str:
         if "\0" in command:
             raise ValueError("a command cannot have the character NUL")
-        limits = self._commands
-        return _shown(
-            await self._opened().run(command, seconds=limits.seconds, output_kb=limits.output_kb)
-        )
+        limits, loop = self._commands, asyncio.get_running_loop()
+        sandbox, begun = self._opened(), loop.time()
+        result = await sandbox.run(command, seconds=limits.seconds, output_kb=limits.output_kb)
+        self._used_s += loop.time() - begun
+        return _shown(result)
 
 
 def _shown(result: CommandResult) -> str:

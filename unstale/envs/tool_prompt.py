@@ -12,11 +12,11 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from unstale.envs import Message, ToolCall
+from unstale.envs import Image, Message, ToolCall
 from unstale.envs.calls import JsonCalls
 
 _EXAMPLE = ToolCall("NAME", {"ARGUMENT": "VALUE"})
-_RESULT = "<tool_response>\n{}\n</tool_response>"
+_BEFORE_RESULT, _AFTER_RESULT = "<tool_response>\n", "\n</tool_response>"
 
 Render = Callable[[Sequence[Message]], str]
 """A function that returns the text of a conversation in the chat template. It raises the template's
@@ -50,8 +50,7 @@ class ToolText:
             return [Message(role, self.description), *messages]  # type: ignore[arg-type]
         texts = [messages[place].content, self.description]
         content = "\n\n".join(texts if self.as_system else texts[::-1])
-        added = 0 if self.as_system else len(self.description) + 2
-        images = tuple(replace(each, at=each.at + added) for each in messages[place].images)
+        images = _moved(messages[place], 0 if self.as_system else len(self.description) + 2)
         messages[place] = replace(messages[place], content=content, images=images)
         return messages
 
@@ -70,14 +69,21 @@ class ToolText:
                 message = replace(message, content=content, tool_calls=())
             is_result = message.role == "tool" and not self.writes_results
             if is_result:
-                message = Message("user", _RESULT.format(message.content))
+                content = f"{_BEFORE_RESULT}{message.content}{_AFTER_RESULT}"
+                message = Message("user", content, images=_moved(message, len(_BEFORE_RESULT)))
             if is_result and after_result:
-                content = f"{changed[-1].content}\n{message.content}"
-                changed[-1] = replace(message, content=content)
+                before = f"{changed[-1].content}\n"
+                images = (*changed[-1].images, *_moved(message, len(before)))
+                changed[-1] = replace(message, content=before + message.content, images=images)
             else:
                 changed.append(message)
             after_result = is_result
         return changed
+
+
+def _moved(message: Message, added: int) -> tuple[Image, ...]:
+    """Return a message's pictures, in a content that has `added` characters before this one."""
+    return tuple(replace(image, at=image.at + added) for image in message.images)
 
 
 def tool_text(

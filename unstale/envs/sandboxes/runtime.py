@@ -42,6 +42,7 @@ class TerminalTask:
     env: Mapping[str, str] = field(default_factory=dict)
     test_env: Mapping[str, str] = field(default_factory=dict)
     agent_timeout_s: float = 900.0
+    """Seconds that the agent's commands may take together."""
     test_timeout_s: float = 600.0
     build_timeout_s: float = 600.0
     storage_mb: int = 10_240

@@ -5,12 +5,13 @@ answered and recorded in the same way.
 """
 
 import json
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from unstale.config import EndpointConfig
-from unstale.envs import Message, ToolCall
+from unstale.envs import Image, Message, ToolCall
 from unstale.envs.chat import Chat
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.answers import ChatFormat, Fields
@@ -18,6 +19,7 @@ from unstale.rollout.endpoint.conversation import Call, HistoryMessage
 from unstale.rollout.endpoint.schemas import (
     BLOCKS,
     MESSAGE,
+    RESULT_BLOCKS,
     TURNS,
     Refused,
     is_json_format,
@@ -50,17 +52,20 @@ def read_messages(
     """
     body, overridden, reply_format = _without_overridden(body, temperature, config)
     require(body, MESSAGE, "")
+    tools = body.get("tools") or ()
+    deferred = {tool["name"]: tool for tool in tools if tool.get("defer_loading")}
     sent: list[SentMessage] = []
     if body.get("system"):
-        system = Message("system", _text(body["system"]))
+        system = Message("system", _read_content(body["system"], "system")[0])
         sent.append(SentMessage(HistoryMessage(system), "system"))
     for index, record in enumerate(body["messages"]):
-        sent += _read_message(record, f"messages[{index}]")
+        sent += _read_message(record, f"messages[{index}]", deferred)
     history, moved = wire.in_order(sent, _TERMS, config)
     if reply_format:
         history = reply_format.instruct(history)
-    call = Call(history, tuple(map(_as_function, body.get("tools") or ())))
-    calls = bool(call.tools) and (body.get("tool_choice") or {}).get("type") != "none"
+    shown = (tool for tool in tools if tool["name"] not in deferred)
+    call = Call(history, tuple(map(_as_function, shown)))
+    calls = bool(tools) and (body.get("tool_choice") or {}).get("type") != "none"
     options = {**body, "stop": body.get("stop_sequences")}
     request = wire.completion_request(options, call, temperature, logprobs=False, calls=calls)
     return replace(request, format=reply_format, overridden=(*overridden, *moved))
@@ -94,9 +99,27 @@ def _without_overridden(
     return body, tuple(overridden), reply_format
 
 
-def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    blocks = content or ""
-    return blocks if isinstance(blocks, str) else "".join(block["text"] for block in blocks)
+def _read_content(
+    content: str | Sequence[Mapping[str, Any]], path: str
+) -> tuple[str, tuple[Image, ...]]:
+    """Return the text of content blocks, and their pictures. Other blocks are left out.
+
+    Raises `Refused` for a picture that is not base64.
+    """
+    if isinstance(content, str):
+        return content, ()
+    text, images = "", []
+    for index, block in enumerate(content):
+        if block["type"] == "text":
+            text += block["text"]
+        elif block["type"] == "image":
+            place = f"{path}[{index}].source.data"
+            try:
+                data = b64decode(block["source"]["data"], validate=True)
+            except ValueError as error:
+                raise Refused(f"{place} is not base64: {error}", param=place) from None
+            images.append(Image(data, len(text)))
+    return text, tuple(images)
 
 
 def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,8 +135,13 @@ def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _read_message(record: Any, path: str) -> list[SentMessage]:
-    """Return a message as chat messages. Each result of a tool call becomes a message."""
+def _read_message(
+    record: Any, path: str, deferred: Mapping[str, Mapping[str, Any]]
+) -> list[SentMessage]:
+    """Return a message as chat messages. Each result of a tool call becomes a message.
+
+    `deferred` are the tools that the policy sees only if a result refers to them.
+    """
     if not isinstance(record, dict):
         raise Refused(f"{path} is not an object", param=path)
     role = record.get("role")
@@ -123,7 +151,7 @@ def _read_message(record: Any, path: str) -> list[SentMessage]:
     content = record["content"]
     blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     _require_blocks(blocks, BLOCKS[role], f"{path}.content")
-    text = _text([block for block in blocks if block["type"] == "text"])
+    text, images = _read_content(blocks, f"{path}.content")
     if role == "assistant":
         calls = tuple(
             ToolCall(block["name"], block["input"], id=block["id"])
@@ -134,18 +162,41 @@ def _read_message(record: Any, path: str) -> list[SentMessage]:
         reply = Message("assistant", text, calls)
         return [SentMessage(HistoryMessage(reply, "".join(thoughts) if thoughts else None), path)]
     sent = [
-        SentMessage(
-            HistoryMessage(Message("tool", _text(block.get("content")))),
-            f"{path}.content[{index}]",
-            block["tool_use_id"],
-        )
+        _read_result(block, f"{path}.content[{index}]", deferred)
         for index, block in enumerate(blocks)
         if block["type"] == "tool_result"
     ]
     if len(sent) < len(blocks):
-        of_user = Message("system" if role == "system" else "user", text)
+        of_user = Message("system" if role == "system" else "user", text, images=images)
         sent.append(SentMessage(HistoryMessage(of_user), path))
     return sent
+
+
+def _read_result(
+    block: Mapping[str, Any], path: str, deferred: Mapping[str, Mapping[str, Any]]
+) -> SentMessage:
+    content = block.get("content") or ""
+    if not isinstance(content, str):
+        _require_blocks(content, RESULT_BLOCKS, f"{path}.content")
+        content = [
+            _as_text(part, f"{path}.content[{index}]", deferred)
+            for index, part in enumerate(content)
+        ]
+    text, images = _read_content(content, f"{path}.content")
+    message = HistoryMessage(Message("tool", text, images=images))
+    return SentMessage(message, path, block["tool_use_id"])
+
+
+def _as_text(
+    block: Mapping[str, Any], path: str, deferred: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Return a block of a result. A reference to a tool becomes a text that describes the tool."""
+    if block["type"] != "tool_reference":
+        return block
+    name = block["tool_name"]
+    if name not in deferred:
+        raise Refused(f"{path}.tool_name is {name!r}, which no deferred tool has", param=path)
+    return {"type": "text", "text": f"{json.dumps(_as_function(deferred[name]))}\n"}
 
 
 def _require_blocks(
@@ -158,18 +209,18 @@ def _require_blocks(
         kind = block.get("type") if isinstance(block, dict) else None
         if not isinstance(kind, str) or kind not in schemas:
             raise Refused(
-                f"{path}[{index}] is not a block of type {' or '.join(kinds)}: only text is "
-                "supported",
+                f"{path}[{index}] is not a block of type {' or '.join(kinds)}",
                 param=f"{path}[{index}]",
             )
         require(block, schemas[kind], f"{path}[{index}]")
-        if kinds.index(kind) < last:
+        rank = kinds.index("text" if kind in ("image", "tool_reference") else kind)
+        if rank < last:
             raise Refused(
                 f"{path}[{index}] is a block of type {kind} after one of type {kinds[last]}: the "
                 f"order must be {', '.join(kinds)}",
                 param=f"{path}[{index}]",
             )
-        last = kinds.index(kind)
+        last = rank
 
 
 class MessageFormat(ChatFormat):

@@ -131,7 +131,7 @@ _EMPTY = _only(_UNUSED, None, [], "")
 _PART = _object(
     ("type", "text"), others=_EMPTY, type=_only("only text is supported", "text"), text=_STRING
 )
-_USER_PART = _object(
+_PICTURE_PART = _object(
     ("type",),
     others=_EMPTY,
     type=_only("only text and image_url are supported", "text", "image_url"),
@@ -156,14 +156,16 @@ _ROLE_FIELDS: Mapping[str, Mapping[str, Schema]] = {
     },
     "tool": {"tool_call_id": _NOT_EMPTY},
 }
+PICTURED = ("user", "tool")
+"""The roles whose messages can have pictures."""
 MESSAGES: Mapping[str, Schema] = {
     role: _object(
         ("role",) if role == "assistant" else ("role", "content"),
         others=_EMPTY,
         role=_only("there is no such role", role),
-        content=_any_of("a string or a list of parts of type text", _STRING, _list(_PART, "parts"))
-        if role != "user"
-        else _any_of("a string or a list of parts", _STRING, _list(_USER_PART, "parts")),
+        content=_any_of("a string or a list of parts", _STRING, _list(_PICTURE_PART, "parts"))
+        if role in PICTURED
+        else _any_of("a string or a list of parts of type text", _STRING, _list(_PART, "parts")),
         name=_ANY,
         **_ROLE_FIELDS.get(role, {}),
     )
@@ -314,16 +316,40 @@ _TEXT_BLOCK = _block("text", "text", text=_STRING)
 _TEXT_BLOCKS = _any_of(
     "a string or a list of blocks of type text", _STRING, _list(_TEXT_BLOCK, "text blocks")
 )
+CONTENT_BLOCKS: Mapping[str, Schema] = {
+    "text": _TEXT_BLOCK,
+    "image": _block(
+        "image",
+        "source",
+        source=_object(
+            ("type", "data"),
+            others=_EMPTY,
+            type=_only("the endpoint fetches no pictures: send the file as base64", "base64"),
+            media_type=_STRING,
+            data=_STRING,
+        ),
+    ),
+}
+"""Type of a block with content -> schema of the block."""
+RESULT_BLOCKS: Mapping[str, Schema] = {
+    **CONTENT_BLOCKS,
+    "tool_reference": _block("tool_reference", "tool_name", tool_name=_NOT_EMPTY),
+}
+"""Type of a block in the result of a tool -> schema of the block. A reference names a tool that the
+request defers.
+"""
 BLOCKS: Mapping[str, Mapping[str, Schema]] = {
     "user": {
         "tool_result": _block(
             "tool_result",
             "tool_use_id",
             tool_use_id=_NOT_EMPTY,
-            content=_TEXT_BLOCKS,
+            content=_any_of(
+                "a string or a list of blocks", _STRING, _list(_object(("type",)), "blocks")
+            ),
             is_error=_BOOLEAN,
         ),
-        "text": _TEXT_BLOCK,
+        **CONTENT_BLOCKS,
     },
     "assistant": {
         "thinking": _block("thinking", "thinking", thinking=_STRING, signature=_STRING),
@@ -335,7 +361,8 @@ BLOCKS: Mapping[str, Mapping[str, Schema]] = {
     "system": {"text": _TEXT_BLOCK},
 }
 """Role of a message of `/v1/messages` -> type of a content block -> schema of the block. Blocks
-must be in the order of these types, because chat templates write them so.
+must be in the order of these types, because chat templates write them so. Text and pictures may
+alternate.
 """
 TURNS: Mapping[str, Schema] = {
     role: _object(
@@ -363,6 +390,7 @@ MESSAGE = _object(
             type=_only("only the client's own tools can be called", "custom"),
             name=_NOT_EMPTY,
             input_schema=_object(()),
+            defer_loading=_BOOLEAN,
         ),
         "a list of tools",
     ),

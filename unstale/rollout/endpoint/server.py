@@ -45,6 +45,8 @@ from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, MESSAGE, RESPONSE
 from unstale.rollout.endpoint.session import AgentSession
 
 MAX_BODY_BYTES = 2 << 20
+MAX_PICTURES_BYTES = 32 << 20
+"""Largest body for a policy that reads pictures: an agent sends all of them with each call."""
 REQUEST_TIMEOUT_S = 30.0
 """Seconds within which the body of a request must arrive."""
 PATHS = {
@@ -238,14 +240,15 @@ class RecordingEndpoint:
                 status=415,
                 code="unsupported_encoding",
             )
+        most = MAX_PICTURES_BYTES if session.chat.reads_pictures else MAX_BODY_BYTES
         data = bytearray()
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 async for part in request.stream():
                     data += part
-                    if len(data) > MAX_BODY_BYTES:
+                    if len(data) > most:
                         raise Refused(
-                            f"a body has at most {MAX_BODY_BYTES} bytes",
+                            f"a body has at most {most} bytes",
                             status=413,
                             code="too_large",
                         )
