@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from string import ascii_uppercase
@@ -24,6 +24,7 @@ from unstale.envs import Taskset, Votable, implements, task_text
 from unstale.envs.notes import NotedTasks
 from unstale.records import Task, Trajectory
 from unstale.research.attempt_result import PLANNED, AttemptResult
+from unstale.research.quality_head import QualityHead
 from unstale.research.search import Stages, beam_search
 from unstale.research.techniques.retry import DATA, PLAN, PLANNED_BY
 from unstale.research.votes import Choice, by_majority, by_tournament, judge_record
@@ -63,6 +64,8 @@ class AttemptOptions:
     """Number of candidates that the search keeps after each stage."""
     stage_turns: int = 1
     """Number of replies of a stage. The last one has no limit."""
+    weigh: bool = False
+    """Weigh the answers by the forecasts of success with which the run pruned episodes."""
 
     def check(self, taskset: Taskset) -> None:
         """Raise `ConfigError` if attempts at the tasks cannot be compared in this way."""
@@ -82,6 +85,8 @@ class AttemptOptions:
             raise ConfigError(
                 f"--distil must be at most --attempts ({self.attempts}), got {self.distil}"
             )
+        if self.weigh and self.votes:
+            raise ConfigError("--weigh is for the majority of answers: leave out --votes")
         if self.search and not self.votes:
             raise ConfigError("--search needs --votes above 0: the policy judges the candidates")
         names = {"--distil": self.distil, "--plan": self.plan, "--search": self.search}
@@ -104,13 +109,22 @@ def attempt(
     `trained` is a run folder or a model folder. Raises `ConfigError` for wrong settings, and
     `RunFailed` if a component fails.
     """
-    return attempt_all(HeldOut.of(trained, config, options.attempts), options, console=console)
+    head = QualityHead.of(Path(trained), config) if options.weigh else None
+    held_out = HeldOut.of(trained, config, options.attempts)
+    return attempt_all(held_out, options, head=head, console=console)
 
 
 def attempt_all(
-    held_out: HeldOut, options: AttemptOptions, *, console: Console | None = None
+    held_out: HeldOut,
+    options: AttemptOptions,
+    *,
+    head: QualityHead | None = None,
+    console: Console | None = None,
 ) -> AttemptResult:
-    """Attempt held-out tasks as `attempt` does. `held_out` has each `options.attempts` times."""
+    """Attempt held-out tasks as `attempt` does. `held_out` has each `options.attempts` times.
+
+    `head` weighs the answers of attempts.
+    """
     options.check(held_out.taskset)
     if not held_out.config.eval.temperature:
         raise ConfigError(
@@ -119,7 +133,7 @@ def attempt_all(
         )
 
     async def work(rollout: Rollout, progress: Callable[..., None]) -> AttemptResult:
-        return await _Procedure(held_out, options, rollout, progress).run()
+        return await _Procedure(held_out, options, head, rollout, progress).run()
 
     return held_out.run(work, console=console)
 
@@ -143,11 +157,17 @@ class _Procedure:
         self,
         held_out: HeldOut,
         options: AttemptOptions,
+        head: QualityHead | None,
         rollout: Rollout,
         progress: Callable[..., None],
     ) -> None:
         self._held_out = held_out
         self._options = options
+        self._head = head
+        if head:  # it reads the signals of sampled tokens
+            make = build_rollout(held_out.config, held_out.taskset)
+            generator = replace(rollout.generator, signals=True)
+            rollout = make(generator, held_out.taskset, held_out.config.rollout)
         self._rollout = rollout
         self._progress = progress
         self._writer = PolicyWriter(rollout.generator)
@@ -164,6 +184,10 @@ class _Procedure:
         if options.votes:
             tokens["votes"] = self._writer.tokens
         chosen = {self._name_of_choice(): [self._success(task, choices) for task in self._tasks]}
+        if self._head:
+            plain = {task.key: self._majority(task, None) for task in self._tasks}
+            name = f"majority of {options.attempts} answers"
+            chosen[name] = [self._success(task, plain) for task in self._tasks]
         if options.distil:
             notes = self._conclusions(choices)
             name = f"answer from {options.distil} attempts"
@@ -196,7 +220,8 @@ class _Procedure:
     def _name_of_choice(self) -> str:
         options = self._options
         if not options.votes:
-            return f"majority of {options.attempts} answers"
+            weighted = "weighted " if self._head else ""
+            return f"{weighted}majority of {options.attempts} answers"
         votes = "1 vote" if options.votes == 1 else f"{options.votes} votes"
         return f"best by {votes} on each {'pair' if options.group == 2 else f'{options.group}'}"
 
@@ -242,18 +267,24 @@ class _Procedure:
         return {key: choice for key, choice in results.items() if choice}
 
     async def _choose_one(self, task: Task) -> Choice | None:
-        options = self._options
+        if not self._options.votes:
+            return self._majority(task, self._head)
+        numbers = sorted(self._episodes(task))
+        texts = {number: await self._text(task, number) for number in numbers}
+        return await self._tournament(task, texts) if texts else None
+
+    def _majority(self, task: Task, head: QualityHead | None) -> Choice | None:
+        """Return the choice by the attempts' answers, which `head` weighs. None without one."""
         episodes = self._episodes(task)
         numbers = sorted(episodes)
         if not numbers:
             return None
-        if not options.votes:
-            random = Random(derive_seed(self._seed, "choice", task.key))
-            read = AnswerReader(self._held_out.taskset, self._rollout.generator.chat)
-            choice = by_majority([read(episodes[number]) for number in numbers], random)
-            return Choice(tuple(numbers[place] for place in choice.ranking))
-        texts = {number: await self._text(task, number) for number in numbers}
-        return await self._tournament(task, texts)
+        random = Random(derive_seed(self._seed, "choice", task.key))
+        read = AnswerReader(self._held_out.taskset, self._rollout.generator.chat)
+        weights = [head.chance(episodes[number]) for number in numbers] if head else None
+        answers = [read(episodes[number]) for number in numbers]
+        choice = by_majority(answers, random, weights)
+        return Choice(tuple(numbers[place] for place in choice.ranking))
 
     async def _tournament(self, task: Task, texts: Mapping[int, str], *place: int) -> Choice:
         """Return the choice of the policy among texts, by number. `place` makes other seeds."""
@@ -356,7 +387,7 @@ class _Procedure:
             for number in range(self._options.attempts)
         ]
 
-    def _success(self, task: Task, choices: Mapping[str, Choice]) -> bool | None:
+    def _success(self, task: Task, choices: Mapping[str, Choice | None]) -> bool | None:
         """Return the success of the chosen attempt. None if all attempts failed."""
         choice = choices.get(task.key)
         return self._episodes(task)[choice.ranking[0]].success if choice else None

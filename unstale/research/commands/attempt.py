@@ -57,6 +57,11 @@ add = command(
         "default: 0, the answer that most attempts give",
     ),
     argument(
+        "--weigh",
+        action="store_true",
+        help="weigh answers by the forecasts with which the run pruned episodes (tree.prune mixed)",
+    ),
+    argument(
         "--group",
         type=bounded(int, 2, 26),
         default=2,

@@ -250,7 +250,8 @@ ROWS: Sequence[Row] = (
         30,
         "ARRoL",
         "unpromising replies end early",
-        "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed",
+        "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed; unstale attempt "
+        "RUN --weigh weighs answers by the same forecast",
     ),
     _partly(
         31,
@@ -340,7 +341,7 @@ ROWS: Sequence[Row] = (
         "ETTRL, arXiv 2508.11356",
         "labels by majority, advantages by relative entropy; trees",
         "--techniques 'majority tree tree_advantage entropy_advantage_reweighting' "
-        "--tree.branch peaks --majority.least 0, with --selection.test_time",
+        "--tree.branch peaks --majority.least 0 --selection.pool N --selection.test_time true",
     ),
     _works(
         44,
