@@ -432,8 +432,9 @@ ROWS: Sequence[Row] = (
     _works(
         56,
         "MARS^2",
-        "several roles in one search tree over answers",
-        "--techniques search: the roles are of one policy",
+        "several policies and roles in one search tree over answers",
+        "--techniques search has roles of one policy; with --search.folder DIR --search.node NAME "
+        "several policies share a tree, each trained by a run of its own",
     ),
     _idea(
         57,
