@@ -20,6 +20,8 @@ import pytest
 from tests.rollout.test_episode import END, TASK, LetterChat, Tasks, says
 from tests.support.tiny_runs import save_tiny, tiny_run
 from unstale.builders import build_sampler
+from unstale.builders.policy import load_policy
+from unstale.builders.sampling import build_chat
 from unstale.cli import session
 from unstale.cli.evaluate import HeldOut
 from unstale.cli.main import main
@@ -29,8 +31,9 @@ from unstale.durability.console import Console
 from unstale.durability.journal import Journal
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
-from unstale.envs import Turn
-from unstale.envs.calculator import calculate
+from unstale.envs import Message, Turn
+from unstale.envs.calculator import CalculatorTasks, calculate
+from unstale.envs.references import load_references
 from unstale.envs.registry import held_out_tasks
 from unstale.recipes import RECIPES
 from unstale.records import ContextPiece, Sampled, Trajectory
@@ -43,8 +46,10 @@ from unstale.research.attempt import (
     attempt_all,
 )
 from unstale.research.attempt_result import PLANNED, AttemptResult
+from unstale.research.collect import CollectedTasks
 from unstale.research.quality_head import QualityHead
 from unstale.research.search import Stages, beam_search
+from unstale.research.synthesize import Writer
 from unstale.research.techniques.live_tree import ForecastTree
 from unstale.research.techniques.tree import TreeConfig
 from unstale.research.votes import by_majority, by_tournament, judge_record
@@ -147,12 +152,14 @@ Write = Callable[[str, Random], str]
 """A function that returns the reply to a prompt, given as text."""
 
 
-def attempt_calculator(
+def attempt_calculator(  # noqa: PLR0913 - what may choose, and what is kept
     write: Write,
     options: AttemptOptions,
     num_tasks: int = 6,
     *,
     head: QualityHead | None = None,
+    judge: Writer | None = None,
+    kept: CollectedTasks | None = None,
     signals: Callable[[Sequence[int]], Signals] | None = None,
 ) -> AttemptResult:
     """Run the procedure on held-out tasks of the calculator, with a scripted policy."""
@@ -168,8 +175,11 @@ def attempt_calculator(
     policy, taskset, generator = build_sampler(config, ScriptedEngine(script, signals=signals))
     tasks = held_out_tasks(taskset, num_tasks)
     repeated = [task for task in tasks for _ in range(options.attempts)]
-    held_out = HeldOut(config, policy, taskset, generator, repeated)
-    return attempt_all(held_out, options, head=head, console=quiet())
+    if kept:
+        kept.inner = taskset
+    used: Any = kept or taskset
+    held_out = HeldOut(config, policy, used, generator, repeated)
+    return attempt_all(held_out, options, head=head, judge=judge, console=quiet())
 
 
 def right_answer(text: str) -> str:
@@ -271,6 +281,51 @@ def test_a_judge_that_knows_reaches_the_ceiling_and_one_that_does_not_is_named()
 
     result = attempt_calculator(silent, options)
     assert result.unread == 1 and "not told apart from chance" in result.judge_text()
+
+
+class Knows:
+    """A served judge that knows the answer."""
+
+    async def reply(self, messages: Sequence[Message], seed: int) -> str:
+        shown = json.loads(messages[0].content.partition("\n\n")[2])
+        answer = str(calculate(shown.pop("task")))
+        return f"best: {next((name for name in shown if shown[name] == answer), 'A')}"
+
+
+def test_another_model_may_judge() -> None:
+    def never_compares(text: str, random: Random) -> str:
+        assert COMPARE[:30] not in text
+        return guess(text, random)
+
+    options = AttemptOptions(attempts=4, votes=2)
+    result = attempt_calculator(never_compares, options, judge=Knows())
+    rows = {name: row.value for name, row in result.rows().items()}
+    assert rows["best by 2 votes on each pair"] == rows["pass@4"] > rows["one attempt"]
+
+
+def test_successes_at_tasks_that_also_failed_become_conversations(tmp_path: Path) -> None:
+    kept = CollectedTasks(CalculatorTasks())
+    first: list[str] = []
+
+    def some_are_easy(text: str, random: Random) -> str:
+        question = text[text.rindex("What is") :]
+        first.append(question)
+        return right_answer(text) if question == first[0] else guess(text, random)
+
+    result = attempt_calculator(some_are_easy, AttemptOptions(attempts=6), kept=kept)
+    counts = result.attempts.successes
+    assert 6 in counts, "a task that always succeeds"
+    rows = [json.loads(row) for row in kept.rows()]
+    assert len(rows) == sum(0 < count < 6 for count in counts) > 0, "equal successes count once"
+    for row in rows:
+        *opening, reply = row["messages"]
+        assert reply == {"role": "assistant", "content": right_answer(opening[-1]["content"])}
+        assert row["tools"]
+    file = tmp_path / "kept.jsonl"
+    file.write_text("".join(f"{row}\n" for row in kept.rows()))
+    policy = load_policy(RECIPES["calculator"]())
+    chat = build_chat(RECIPES["calculator"](), policy.tokenizer, policy.ends, kept.inner)
+    assert len(load_references(file, chat, max_tokens=2048)) == len(rows)
 
 
 def test_a_further_attempt_reads_the_conclusions_of_the_best() -> None:
@@ -434,11 +489,25 @@ def test_tasks_without_answers_need_a_judge() -> None:
         attempt_all(HeldOut.of("base", config, 2), AttemptOptions(attempts=2), console=quiet())
 
 
-def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["attempt", "base", "retail", "--attempts", "2", "--votes", "1", "--eval.tasks", "2"]
+def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "kept.jsonl"
+    words = [
+        "attempt",
+        "base",
+        "retail",
+        "--collect",
+        str(kept),
+        "--attempts",
+        "2",
+        "--votes",
+        "1",
+        "--eval.tasks",
+        "2",
+    ]
     with pytest.raises(SystemExit) as end:
         main([*words, "--json"])
     assert not end.value.code
     result = json.loads(capsys.readouterr().out)
     assert set(result["success"]) == {"one attempt", "best by 1 vote on each pair", "pass@2"}
     assert result["tokens"]["votes"] > 0
+    assert all("messages" in json.loads(row) for row in kept.read_text().splitlines())

@@ -10,9 +10,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from random import Random
 from string import ascii_uppercase
+from typing import cast
 
 from unstale.builders import build_rollout
 from unstale.builders.sampling import ends_freely
@@ -20,12 +22,15 @@ from unstale.cli.evaluate import HeldOut
 from unstale.cli.grades import EvalResult
 from unstale.config import ConfigError, RunConfig
 from unstale.durability.console import Console
-from unstale.envs import Taskset, Votable, implements, task_text
+from unstale.durability.run_folder import write_whole
+from unstale.envs import Message, Taskset, Votable, implements, task_text
 from unstale.envs.notes import NotedTasks
 from unstale.records import Task, Trajectory
 from unstale.research.attempt_result import PLANNED, AttemptResult
+from unstale.research.collect import CollectedTasks
 from unstale.research.quality_head import QualityHead
 from unstale.research.search import Stages, beam_search
+from unstale.research.synthesize import Writer
 from unstale.research.techniques.retry import DATA, PLAN, PLANNED_BY
 from unstale.research.votes import Choice, by_majority, by_tournament, judge_record
 from unstale.rollout import evaluation
@@ -33,7 +38,7 @@ from unstale.rollout.answers import AnswerReader, last_reply
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import Attempt, FinishedEpisodes
 from unstale.rollout.seeds import derive_seed
-from unstale.rollout.writer import PolicyWriter
+from unstale.rollout.writer import PolicyWriter, question
 
 COMPARE = f"""You compare attempts at a task. {DATA} Decide which attempt is right, or the most \
 likely to be right. End with one line: best: LETTER"""
@@ -97,21 +102,34 @@ class AttemptOptions:
             )
 
 
-def attempt(
+def attempt(  # noqa: PLR0913 - options of a command
     trained: Path | str,
     config: RunConfig,
     options: AttemptOptions,
     *,
+    judge: Writer | None = None,
+    collect: Path | None = None,
     console: Console | None = None,
 ) -> AttemptResult:
     """Attempt the held-out tasks of a configuration, and choose an attempt at each.
 
-    `trained` is a run folder or a model folder. Raises `ConfigError` for wrong settings, and
-    `RunFailed` if a component fails.
+    `trained` is a run folder or a model folder. `judge` compares attempts in place of the policy.
+    With a file `collect`, training tasks are attempted, and successes are written to it. Raises
+    `ConfigError` for wrong settings, and `RunFailed` if a component fails.
     """
     head = QualityHead.of(Path(trained), config) if options.weigh else None
     held_out = HeldOut.of(trained, config, options.attempts)
-    return attempt_all(held_out, options, head=head, console=console)
+    if not collect:
+        return attempt_all(held_out, options, head=head, judge=judge, console=console)
+    if ends_freely(held_out.taskset):
+        raise ConfigError("--collect needs tasks with an environment, not an external agent")
+    taskset = CollectedTasks(held_out.taskset)
+    drawn = islice(held_out.taskset.train(config.seed), config.eval.tasks)
+    tasks = [task for task in drawn for _ in range(options.attempts)]
+    held_out = replace(held_out, taskset=cast(Taskset, taskset), tasks=tasks)
+    result = attempt_all(held_out, options, head=head, judge=judge, console=console)
+    write_whole(collect, "".join(f"{row}\n" for row in taskset.rows()), durable=True)
+    return result
 
 
 def attempt_all(
@@ -119,11 +137,12 @@ def attempt_all(
     options: AttemptOptions,
     *,
     head: QualityHead | None = None,
+    judge: Writer | None = None,
     console: Console | None = None,
 ) -> AttemptResult:
     """Attempt held-out tasks as `attempt` does. `held_out` has each `options.attempts` times.
 
-    `head` weighs the answers of attempts.
+    `head` weighs the answers of attempts, and `judge` compares attempts in place of the policy.
     """
     options.check(held_out.taskset)
     if not held_out.config.eval.temperature:
@@ -133,7 +152,7 @@ def attempt_all(
         )
 
     async def work(rollout: Rollout, progress: Callable[..., None]) -> AttemptResult:
-        return await _Procedure(held_out, options, head, rollout, progress).run()
+        return await _Procedure(held_out, options, head, judge, rollout, progress).run()
 
     return held_out.run(work, console=console)
 
@@ -153,11 +172,12 @@ class KeptEpisodes(FinishedEpisodes):
 class _Procedure:
     """Attempts at all tasks, and the choices among them, while the engine runs."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what chooses, and what it chooses among
         self,
         held_out: HeldOut,
         options: AttemptOptions,
         head: QualityHead | None,
+        judge: Writer | None,
         rollout: Rollout,
         progress: Callable[..., None],
     ) -> None:
@@ -171,6 +191,7 @@ class _Procedure:
         self._rollout = rollout
         self._progress = progress
         self._writer = PolicyWriter(rollout.generator)
+        self._judge = judge or self._writer
         self._seed = held_out.config.seed
         self._tasks = held_out.tasks[:: options.attempts]
         self._kept = KeptEpisodes()
@@ -294,7 +315,9 @@ class _Procedure:
             letters = dict(zip(ascii_uppercase, attempts, strict=False))
             seed = derive_seed(self._seed, "vote", *place, task.key, *sorted(attempts), vote)
             shown = {letter: texts[number] for letter, number in letters.items()}
-            verdict = await self._writer.write(COMPARE, seed, task=self._words(task), **shown)
+            shown = {"task": self._words(task), **shown}
+            prompt = question(self._rollout.generator, COMPARE, shown)
+            verdict = await self._judge.reply((Message("user", prompt),), seed)
             return letters.get(read_letter(verdict))
 
         random = Random(derive_seed(self._seed, "choice", *place, task.key))

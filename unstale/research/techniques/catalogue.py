@@ -253,14 +253,13 @@ ROWS: Sequence[Row] = (
         "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed; unstale attempt "
         "RUN --weigh weighs answers by the same forecast",
     ),
-    _partly(
+    _works(
         31,
         "SWE-Reasoner",
-        "search with a reward model",
-        "unstale attempt --search 3 --votes 4, also with --task.env terminal:FOLDER "
+        "search with a reward model, and training episodes by rejection sampling",
+        "unstale attempt --search 3 --votes 4 --judge URL --judge-model NAME, also with --task.env "
+        "terminal:FOLDER; --collect FILE writes successes at training tasks for unstale sft "
         "(docs/commands.md)",
-        "The policy judges the steps of a repair: there is no reward model of them, and no "
-        "synthesis of training episodes from repositories.",
     ),
     _works(
         32,
@@ -326,9 +325,10 @@ ROWS: Sequence[Row] = (
         41,
         "Jet-RL, arXiv 2601.14243",
         "one low precision in engine and trainer",
-        "--engine.quantise fp8 --trainer.quantise fp8",
-        "FP8 is rounded on both sides and computed in the run's own precision, so nothing is "
-        "faster.",
+        "--engine.quantise fp8 --trainer.quantise fp8: both round alike, and with "
+        "--engine.backend vllm the engine computes in FP8",
+        "The trainer and the embedded engine round to FP8 and compute in the run's own precision, "
+        "so they are no faster.",
     ),
     _works(
         42,
@@ -358,20 +358,21 @@ ROWS: Sequence[Row] = (
         "unstale.testing.tabulate lists (docs/your-own-task.md)",
         "Its deep Q-learning is not for language models.",
     ),
-    _partly(
+    _works(
         46,
         "UI-S1",
-        "expert traces with patched steps; step and episode advantages",
+        "expert traces with patched steps, also of screens; step and episode advantages",
         "--task.env traces:FILE --techniques step_groups --step_groups.rule two_level "
-        "--step_groups.cut_below 1 (docs/your-own-task.md)",
-        "The traces are conversations with tools; screenshots are missing.",
+        "--step_groups.cut_below 1, with --task.tolerance for places on screens "
+        "(docs/your-own-task.md)",
     ),
     _works(
         47,
         "AgentMath",
         "tool traces from plain reasoning; segments, routing by prefix and load",
-        "unstale tool-traces makes the traces; --techniques 'segments tool_bonus' has the "
-        "segments, the limits that grow and the bonus; --engine.load_tokens is the routing",
+        "unstale tool-traces makes the traces, with --tool python --url URL --url-model NAME by a "
+        "model; --techniques 'segments tool_bonus' has the segments, the limits that grow and the "
+        "bonus; --engine.load_tokens is the routing",
     ),
     _partly(
         48,
