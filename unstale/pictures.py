@@ -7,7 +7,9 @@ tokens can never take one picture for another.
 
 import os
 import zlib
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from shutil import rmtree
@@ -41,6 +43,19 @@ class Picture(NamedTuple):
 
     number: int
     digest: str
+
+
+def read_data_url(url: str) -> bytes | None:
+    """Return the file in a data URL of a picture. None for another URL.
+
+    >>> read_data_url("data:image/png;base64,AAA="), read_data_url("http://host/a.png")
+    (b'\\x00\\x00', None)
+    """
+    head, comma, data = url.partition(",")
+    if comma and head.startswith("data:image/") and head.endswith(";base64"):
+        with suppress(ValueError):
+            return b64decode(data, validate=True)
+    return None
 
 
 def numbers_in(tokens: Iterable[int]) -> Iterator[int]:

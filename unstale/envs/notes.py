@@ -22,13 +22,15 @@ class NotedTasks:
     def env(self, task: Task, seed: int) -> Env:
         env = self.inner.env(task, seed)
         note = self._notes.get(task.key)
-        return _NotedEnv(env, note) if note else env
+        return NotedEnv(env, note) if note else env
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
 
-class _NotedEnv:
+class NotedEnv:
+    """An environment that adds a note to the end of its prompt."""
+
     def __init__(self, inner: Env, note: str) -> None:
         self.inner = inner
         self._note = note

@@ -1,15 +1,16 @@
 """Conversations in a file, encoded as a run would record them, for supervised training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unstale.config import ConfigError
-from unstale.envs import Message, ToolCall
+from unstale.envs import Image, Message, ToolCall
 from unstale.envs.chat import Chat
 from unstale.envs.rows import FILES, file_type, load_rows
 from unstale.envs.strict_json import loads
+from unstale.pictures import read_data_url
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -86,8 +87,14 @@ def encode_conversation(chat: Chat, messages: Sequence[Message]) -> Reference:
     return Reference(tuple(tokens), tuple(replies))
 
 
-def read_messages(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row. Raises ValueError if `messages` is no list of chat messages."""
+def read_messages(
+    row: Mapping[str, Any], picture: Callable[[str], bytes] | None = None
+) -> list[Message]:
+    """Return the messages of a row. Raises ValueError if they are not a list of chat messages.
+
+    With `picture`, a user's content may be a list of parts as in the OpenAI API, some of which are
+    pictures. It returns the file that a URL names.
+    """
     found = row.get("messages")
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
         raise ValueError(f"messages must be a list of messages, got {str(found)[:80]!r}")
@@ -101,12 +108,48 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
             case {"role": role, "content": str() | None as content} if role in ROLES:
                 calls = tuple(_call(call) for call in each.get("tool_calls") or ())
                 messages.append(Message(role, content or "", calls))
+            case {"role": "user", "content": list(parts)} if picture:
+                messages.append(_with_pictures(parts, picture))
             case _:
                 raise ValueError(
                     f"a message needs a role of {', '.join(ROLES)} and a content, got "
                     f"{str(each)[:80]!r}"
                 )
     return messages
+
+
+def _with_pictures(parts: Sequence[Any], picture: Callable[[str], bytes]) -> Message:
+    text, images = "", []
+    for part in parts:
+        match part:
+            case {"type": "text", "text": str(words)}:
+                text += words
+            case {"type": "image_url", "image_url": {"url": str(url)}}:
+                images.append(Image(picture(url), len(text)))
+            case _:
+                raise ValueError(
+                    f"a part of a content must be of type text or image_url, got {str(part)[:80]!r}"
+                )
+    return Message("user", text, images=tuple(images))
+
+
+def picture_reader(folder: Path, *, only_check: bool = False) -> Callable[[str], bytes]:
+    """Return a function that reads the picture of a URL: a data URL, or a file within `folder`.
+
+    It raises ValueError for another one. With `only_check` it returns no files.
+    """
+
+    def read(url: str) -> bytes:
+        if url.startswith("data:"):
+            data = read_data_url(url)
+            if data is None:
+                raise ValueError(f"{url[:60]!r} is no data URL with a picture in base64")
+            return b"" if only_check else data
+        if not (folder / url).is_file():
+            raise ValueError(f"there is no picture {url!r} beside the file of the rows")
+        return b"" if only_check else (folder / url).read_bytes()
+
+    return read
 
 
 def read_tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, Any]] | None:

@@ -9,10 +9,12 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from random import Random
 from string import ascii_uppercase
+from typing import cast
 
 from unstale.builders import build_rollout
 from unstale.builders.sampling import ends_freely
@@ -20,11 +22,15 @@ from unstale.cli.evaluate import HeldOut
 from unstale.cli.grades import EvalResult
 from unstale.config import ConfigError, RunConfig
 from unstale.durability.console import Console
-from unstale.envs import Taskset, Votable, implements, task_text
+from unstale.durability.run_folder import write_whole
+from unstale.envs import Message, Taskset, Votable, implements, task_text
 from unstale.envs.notes import NotedTasks
 from unstale.records import Task, Trajectory
 from unstale.research.attempt_result import PLANNED, AttemptResult
+from unstale.research.collect import CollectedTasks
+from unstale.research.quality_head import QualityHead
 from unstale.research.search import Stages, beam_search
+from unstale.research.synthesize import Writer
 from unstale.research.techniques.retry import DATA, PLAN, PLANNED_BY
 from unstale.research.votes import Choice, by_majority, by_tournament, judge_record
 from unstale.rollout import evaluation
@@ -32,7 +38,7 @@ from unstale.rollout.answers import AnswerReader, last_reply
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import Attempt, FinishedEpisodes
 from unstale.rollout.seeds import derive_seed
-from unstale.rollout.writer import PolicyWriter
+from unstale.rollout.writer import PolicyWriter, question
 
 COMPARE = f"""You compare attempts at a task. {DATA} Decide which attempt is right, or the most \
 likely to be right. End with one line: best: LETTER"""
@@ -70,7 +76,9 @@ class AttemptOptions:
     beam: int = 2
     """Number of candidates that the search keeps after each stage."""
     stage_turns: int = 1
-    """Number of replies in each stage of the search. The last stage has no limit."""
+    """Number of replies of a stage. The last one has no limit."""
+    weigh: bool = False
+    """Weigh the answers by the forecasts of success with which the run pruned episodes."""
 
     def check(self, taskset: Taskset) -> None:
         """Raise `ConfigError` for options that contradict each other or do not suit the tasks."""
@@ -90,6 +98,8 @@ class AttemptOptions:
             raise ConfigError(
                 f"--distil must be at most --attempts ({self.attempts}), got {self.distil}"
             )
+        if self.weigh and self.votes:
+            raise ConfigError("--weigh is for the majority of answers: leave out --votes")
         if self.search and not self.votes:
             raise ConfigError("--search needs --votes above 0: the policy judges the candidates")
         names = {"--distil": self.distil, "--plan": self.plan, "--search": self.search}
@@ -100,28 +110,47 @@ class AttemptOptions:
             )
 
 
-def attempt(
+def attempt(  # noqa: PLR0913 - options of a command
     trained: Path | str,
     config: RunConfig,
     options: AttemptOptions,
     *,
+    judge: Writer | None = None,
+    collect: Path | None = None,
     console: Console | None = None,
 ) -> AttemptResult:
     """Attempt the held-out tasks of a configuration, and choose an attempt at each.
 
-    `trained` is a run folder or a model folder. Raises `ConfigError` for wrong settings, and
-    `RunFailed` if a component fails.
+    `trained` is a run folder or a model folder. `judge` compares attempts in place of the policy.
+    With a file `collect`, training tasks are attempted, and successes are written to it. Raises
+    `ConfigError` for wrong settings, and `RunFailed` if a component fails.
     """
-    return attempt_all(HeldOut.of(trained, config, options.attempts), options, console=console)
+    head = QualityHead.of(Path(trained), config) if options.weigh else None
+    held_out = HeldOut.of(trained, config, options.attempts)
+    if not collect:
+        return attempt_all(held_out, options, head=head, judge=judge, console=console)
+    if ends_freely(held_out.taskset):
+        raise ConfigError("--collect needs tasks with an environment, not an external agent")
+    taskset = CollectedTasks(held_out.taskset)
+    drawn = islice(held_out.taskset.train(config.seed), config.eval.tasks)
+    tasks = [task for task in drawn for _ in range(options.attempts)]
+    held_out = replace(held_out, taskset=cast(Taskset, taskset), tasks=tasks)
+    result = attempt_all(held_out, options, head=head, judge=judge, console=console)
+    write_whole(collect, "".join(f"{row}\n" for row in taskset.rows()), durable=True)
+    return result
 
 
 def attempt_all(
-    held_out: HeldOut, options: AttemptOptions, *, console: Console | None = None
+    held_out: HeldOut,
+    options: AttemptOptions,
+    *,
+    head: QualityHead | None = None,
+    judge: Writer | None = None,
+    console: Console | None = None,
 ) -> AttemptResult:
-    """Make attempts at the tasks of `held_out`, and choose one at each task, as `attempt` does.
+    """Attempt held-out tasks as `attempt` does. `held_out` has each `options.attempts` times.
 
-    `held_out` must contain each task `options.attempts` times. Raises `ConfigError` if all attempts
-    at a task would be the same (temperature 0).
+    `head` weighs the answers of attempts, and `judge` compares attempts in place of the policy.
     """
     options.check(held_out.taskset)
     if not held_out.config.eval.temperature:
@@ -131,7 +160,7 @@ def attempt_all(
         )
 
     async def work(rollout: Rollout, progress: Callable[..., None]) -> AttemptResult:
-        return await _Procedure(held_out, options, rollout, progress).run()
+        return await _Procedure(held_out, options, head, judge, rollout, progress).run()
 
     return held_out.run(work, console=console)
 
@@ -151,18 +180,26 @@ class KeptEpisodes(FinishedEpisodes):
 class _Procedure:
     """One execution of the command: attempts at all tasks, and the choices among them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what chooses, and what it chooses among
         self,
         held_out: HeldOut,
         options: AttemptOptions,
+        head: QualityHead | None,
+        judge: Writer | None,
         rollout: Rollout,
         progress: Callable[..., None],
     ) -> None:
         self._held_out = held_out
         self._options = options
+        self._head = head
+        if head:  # it reads the signals of sampled tokens
+            make = build_rollout(held_out.config, held_out.taskset)
+            generator = replace(rollout.generator, signals=True)
+            rollout = make(generator, held_out.taskset, held_out.config.rollout)
         self._rollout = rollout
         self._progress = progress
         self._writer = PolicyWriter(rollout.generator)
+        self._judge = judge or self._writer
         self._seed = held_out.config.seed
         self._tasks = held_out.tasks[:: options.attempts]
         self._kept = KeptEpisodes()
@@ -178,6 +215,10 @@ class _Procedure:
         if options.votes:
             tokens["votes"] = self._writer.tokens
         chosen = {self._name_of_choice(): [self._success(task, choices) for task in self._tasks]}
+        if self._head:
+            plain = {task.key: self._majority(task, None) for task in self._tasks}
+            name = f"majority of {options.attempts} answers"
+            chosen[name] = [self._success(task, plain) for task in self._tasks]
         if options.distil:
             notes = self._conclusions(choices)
             name = f"answer from {options.distil} attempts"
@@ -210,7 +251,8 @@ class _Procedure:
     def _name_of_choice(self) -> str:
         options = self._options
         if not options.votes:
-            return f"majority of {options.attempts} answers"
+            weighted = "weighted " if self._head else ""
+            return f"{weighted}majority of {options.attempts} answers"
         votes = "1 vote" if options.votes == 1 else f"{options.votes} votes"
         return f"best by {votes} on each {'pair' if options.group == 2 else f'{options.group}'}"
 
@@ -259,18 +301,24 @@ class _Procedure:
         return {key: choice for key, choice in results.items() if choice}
 
     async def _choose_one(self, task: Task) -> Choice | None:
-        options = self._options
+        if not self._options.votes:
+            return self._majority(task, self._head)
+        numbers = sorted(self._episodes(task))
+        texts = {number: await self._text(task, number) for number in numbers}
+        return await self._tournament(task, texts) if texts else None
+
+    def _majority(self, task: Task, head: QualityHead | None) -> Choice | None:
+        """Return the choice by the attempts' answers, which `head` weighs. None without one."""
         episodes = self._episodes(task)
         numbers = sorted(episodes)
         if not numbers:
             return None
-        if not options.votes:
-            random = Random(derive_seed(self._seed, "choice", task.key))
-            read = AnswerReader(self._held_out.taskset, self._rollout.generator.chat)
-            choice = by_majority([read(episodes[number]) for number in numbers], random)
-            return Choice(tuple(numbers[place] for place in choice.ranking))
-        texts = {number: await self._text(task, number) for number in numbers}
-        return await self._tournament(task, texts)
+        random = Random(derive_seed(self._seed, "choice", task.key))
+        read = AnswerReader(self._held_out.taskset, self._rollout.generator.chat)
+        weights = [head.chance(episodes[number]) for number in numbers] if head else None
+        answers = [read(episodes[number]) for number in numbers]
+        choice = by_majority(answers, random, weights)
+        return Choice(tuple(numbers[place] for place in choice.ranking))
 
     async def _tournament(self, task: Task, texts: Mapping[int, str], *place: int) -> Choice:
         """Return the policy's ranking of `texts`, which have the numbers of the attempts as keys.
@@ -283,7 +331,9 @@ class _Procedure:
             letters = dict(zip(ascii_uppercase, attempts, strict=False))
             seed = derive_seed(self._seed, "vote", *place, task.key, *sorted(attempts), vote)
             shown = {letter: texts[number] for letter, number in letters.items()}
-            verdict = await self._writer.write(COMPARE, seed, task=self._words(task), **shown)
+            shown = {"task": self._words(task), **shown}
+            prompt = question(self._rollout.generator, COMPARE, shown)
+            verdict = await self._judge.reply((Message("user", prompt),), seed)
             return letters.get(read_letter(verdict))
 
         random = Random(derive_seed(self._seed, "choice", *place, task.key))
@@ -379,8 +429,8 @@ class _Procedure:
             for number in range(self._options.attempts)
         ]
 
-    def _success(self, task: Task, choices: Mapping[str, Choice]) -> bool | None:
-        """Return the success of the chosen attempt at a task. None if no attempt finished."""
+    def _success(self, task: Task, choices: Mapping[str, Choice | None]) -> bool | None:
+        """Return the success of the chosen attempt. None if all attempts failed."""
         choice = choices.get(task.key)
         return self._episodes(task)[choice.ranking[0]].success if choice else None
 

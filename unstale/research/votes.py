@@ -46,12 +46,18 @@ def most_voted(votes: Sequence[int | None], attempts: Sequence[int], random: Ran
     return random.choice([each for each in attempts if counts[each] == most])
 
 
-def by_majority(answers: Sequence[str], random: Random) -> Choice:
-    """Rank attempts by the frequency of their answers.
+def by_majority(
+    answers: Sequence[str], random: Random, weights: Sequence[float] | None = None
+) -> Choice:
+    """Rank attempts by how often their answer was given. An empty answer counts as none.
 
-    Equally frequent answers are ordered at random. Attempts with an empty answer come last.
+    With `weights`, one for each answer, an answer counts by them. Equal answers are ordered at
+    random, and attempts without an answer come last.
     """
-    counts = Counter(answer for answer in answers if answer)
+    counts: dict[str, float] = {}
+    for answer, weight in zip(answers, weights or [1.0] * len(answers), strict=True):
+        if answer:
+            counts[answer] = counts.get(answer, 0.0) + weight
     order = {answer: random.random() for answer in sorted(counts)}
     rank = {answer: (-counts[answer], order[answer]) for answer in counts}
     ranking = sorted(range(len(answers)), key=lambda i: rank.get(answers[i], (1, 0.0)))

@@ -18,11 +18,9 @@ advance for tasks that always fail.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -46,6 +44,7 @@ from unstale.records import (
     replies,
 )
 from unstale.research.techniques.hints import check_number, complete_number, credited
+from unstale.research.techniques.shared_texts import SharedTexts, check_node
 from unstale.research.techniques.success import SuccessThreshold
 from unstale.research.techniques.tree import check_sequences
 from unstale.rollout.seeds import derive_seed
@@ -63,13 +62,7 @@ REFUSED = {
     "recredit": "which compares turns, and foreign text begins some of them",
     "source": "which stores single episodes",
 }
-"""Reasons why techniques of some slots (kinds of techniques) cannot be used with foreign text, by
-slot.
-"""
-KEPT = 8
-"""Number of texts that a run keeps in the folder for each task. A new text replaces an old one."""
-MOST_CHARACTERS = 20_000
-"""Largest number of characters of a text that is read from the folder."""
+"""Slots whose techniques cannot be used with foreign text, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +84,7 @@ class BusConfig(Section, SuccessThreshold):
     """Groups that get episodes with foreign text: all, or those without a success."""
 
     def check_combination(self) -> None:
-        is_name = self.node.replace("-", "a").isalnum()
-        if bool(self.folder) != bool(self.node) or (self.node and not is_name):
-            raise ConfigError(
-                "bus.folder and bus.node are given together, and bus.node has letters, digits and "
-                f"- only, got {self.folder!r} and {self.node!r}"
-            )
+        check_node("bus", self.folder, self.node)
 
 
 Text = tuple[ContextPiece | Placed, ...]
@@ -112,8 +100,7 @@ class Bus:
         self._loaded: dict[str, list[tuple[tuple[int, ...], Text]]] | None = None
         """Prompt and text of each success of the run `load`, by task. None before they are read."""
         self._reading = Lock()
-        self.lost = 0
-        """Number of times that the shared folder could not be read or written."""
+        self._shared = SharedTexts(options.folder, options.node)
 
     def name_tasks(self, identify: Callable[[Task], str]) -> None:
         self._identify = identify
@@ -143,46 +130,14 @@ class Bus:
         return episode.reward >= self._options.success_at
 
     def _exchange(self, task: str, finished: Sequence[Trajectory], texts: Texts) -> list[Text]:
-        """Write the successes of a group to the shared folder. Return the texts of other runs."""
-        if not self._options.folder:
-            return []
-        place = Path(self._options.folder) / blake2b(task.encode(), digest_size=8).hexdigest()
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            for each in finished:
-                said = [token for _, tokens in replies(each.pieces) for token in tokens]
-                if self._solved(each) and not each.fork and each.num_turns == 1:
-                    text = texts.text(said)
-                    name = f"{self._options.node}.{each.episode % KEPT}.json"
-                    self._publish(place / name, task, text)
-            return self._others(place, task, texts)
-        except OSError:
-            self.lost += 1
-            return []
-
-    def _publish(self, path: Path, task: str, text: str) -> None:
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({"task": task, "text": text}), encoding="utf-8")
-        part.replace(path)
-
-    def _others(self, place: Path, task: str, texts: Texts) -> list[Text]:
-        """Return the different texts of other runs for a task. Files that are no such text are
-        skipped.
-        """
-        found = {}
-        for path in sorted(place.glob("*.json")):
-            if path.name.partition(".")[0] == self._options.node:
-                continue
-            try:
-                message = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
-                continue
-            match message:
-                case {"task": str(of), "text": str(text)} if of == task:
-                    tokens = texts.encode(text) if 0 < len(text) <= MOST_CHARACTERS else ()
-                    if tokens:
-                        found[text] = (Placed(tuple(tokens), Provenance.FOREIGN),)
-        return list(found.values())
+        """Write the successes of a group to the folder, and return the texts of other runs."""
+        own = {
+            each.episode: texts.text([token for _, said in replies(each.pieces) for token in said])
+            for each in finished
+            if self._solved(each) and not each.fork and each.num_turns == 1
+        }
+        found = (texts.encode(text) for text in self._shared.exchange(task, own))
+        return [(Placed(tuple(tokens), Provenance.FOREIGN),) for tokens in found if tokens]
 
     def _of_earlier_run(self, task: str, prompt: tuple[int, ...]) -> list[Text]:
         if not self._options.load:
@@ -228,7 +183,7 @@ class Bus:
             begun += [each for each in group.trajectories if each.fork]
         context.metrics["bus/episode_share"] = len(begun) / max(1, number)
         context.metrics["bus/success_share"] = fmean(map(self._solved, begun)) if begun else 0.0
-        context.metrics["bus/lost"] = self.lost
+        context.metrics["bus/lost"] = self._shared.lost
         return scored
 
 

@@ -254,16 +254,16 @@ ROWS: Sequence[Row] = (
         30,
         "ARRoL",
         "unpromising replies end early",
-        "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed",
+        "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed; unstale attempt "
+        "RUN --weigh weighs answers by the same forecast",
     ),
-    _partly(
+    _works(
         31,
         "SWE-Reasoner",
-        "search with a reward model",
-        "unstale attempt --search 3 --votes 4, also with --task.env terminal:FOLDER "
+        "search with a reward model, and training episodes by rejection sampling",
+        "unstale attempt --search 3 --votes 4 --judge URL --judge-model NAME, also with --task.env "
+        "terminal:FOLDER; --collect FILE writes successes at training tasks for unstale sft "
         "(docs/commands.md)",
-        "The policy judges the steps of a repair: there is no reward model of them, and no "
-        "synthesis of training episodes from repositories.",
     ),
     _works(
         32,
@@ -329,9 +329,10 @@ ROWS: Sequence[Row] = (
         41,
         "Jet-RL, arXiv 2601.14243",
         "one low precision in engine and trainer",
-        "--engine.quantise fp8 --trainer.quantise fp8",
-        "FP8 is rounded on both sides and computed in the run's own precision, so nothing is "
-        "faster.",
+        "--engine.quantise fp8 --trainer.quantise fp8: both round alike, and with "
+        "--engine.backend vllm the engine computes in FP8",
+        "The trainer and the embedded engine round to FP8 and compute in the run's own precision, "
+        "so they are no faster.",
     ),
     _works(
         42,
@@ -344,7 +345,7 @@ ROWS: Sequence[Row] = (
         "ETTRL, arXiv 2508.11356",
         "labels by majority, advantages by relative entropy; trees",
         "--techniques 'majority tree tree_advantage entropy_advantage_reweighting' "
-        "--tree.branch peaks --majority.least 0, with --selection.test_time",
+        "--tree.branch peaks --majority.least 0 --selection.pool N --selection.test_time true",
     ),
     _works(
         44,
@@ -361,20 +362,21 @@ ROWS: Sequence[Row] = (
         "unstale.testing.tabulate lists (docs/your-own-task.md)",
         "Its deep Q-learning is not for language models.",
     ),
-    _partly(
+    _works(
         46,
         "UI-S1",
-        "expert traces with patched steps; step and episode advantages",
+        "expert traces with patched steps, also of screens; step and episode advantages",
         "--task.env traces:FILE --techniques step_groups --step_groups.rule two_level "
-        "--step_groups.cut_below 1 (docs/your-own-task.md)",
-        "The traces are conversations with tools; screenshots are missing.",
+        "--step_groups.cut_below 1, with --task.tolerance for places on screens "
+        "(docs/your-own-task.md)",
     ),
     _works(
         47,
         "AgentMath",
         "tool traces from plain reasoning; segments, routing by prefix and load",
-        "unstale tool-traces makes the traces; --techniques 'segments tool_bonus' has the "
-        "segments, the limits that grow and the bonus; --engine.load_tokens is the routing",
+        "unstale tool-traces makes the traces, with --tool python --url URL --url-model NAME by a "
+        "model; --techniques 'segments tool_bonus' has the segments, the limits that grow and the "
+        "bonus; --engine.load_tokens is the routing",
     ),
     _partly(
         48,
@@ -435,8 +437,9 @@ ROWS: Sequence[Row] = (
     _works(
         56,
         "MARS^2",
-        "several roles in one search tree over answers",
-        "--techniques search: the roles are of one policy",
+        "several policies and roles in one search tree over answers",
+        "--techniques search has roles of one policy; with --search.folder DIR --search.node NAME "
+        "several policies share a tree, each trained by a run of its own",
     ),
     _idea(
         57,

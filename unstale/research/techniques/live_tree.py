@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean
@@ -22,7 +22,7 @@ from unstale.rollout.rounds import reply_spans
 from unstale.techniques.hooks import Decisions, Leaf, LookPlan
 
 if TYPE_CHECKING:
-    from unstale.records import Group
+    from unstale.records import Group, Trajectory
     from unstale.research.techniques.tree import TreeConfig
     from unstale.techniques.hooks import CreditContext, Outcome
 
@@ -336,19 +336,28 @@ class ForecastTree(LiveTree):
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> dict[str, float]:
-        """Store the graded episodes for `observe`. Return the mean squared error of their
-        forecasts.
-        """
-        seen = []
-        for each in (each for group in groups for each in group.finished if not each.fork):
-            rows = rows_of(Leaf(0, each.episode, each.pieces))
-            if each.stop != "pruned" and rows:
-                weight = each.facts.get(SURVIVAL, 1.0)
-                seen.append([*self._features(rows), float(each.success), weight])
+        """Keep the graded episodes for `observe`. Return the mean squared error of forecasts."""
+        seen = self._examples(each for group in groups for each in group.finished)
         if context.whole:
             self._seen = seen
         errors = [(float(sigmoid(self._slopes @ row[:3])) - row[3]) ** 2 for row in seen]
         return {"tree/forecast_error": fmean(errors)} if errors else {}
+
+    def _examples(self, episodes: Iterable[Trajectory]) -> list[list[float]]:
+        """Return features, success and weight of the graded episodes with an own beginning."""
+        found = []
+        for each in episodes:
+            rows = rows_of(Leaf(0, each.episode, each.pieces))
+            if not each.fork and each.stop != "pruned" and rows:
+                weight = each.facts.get(SURVIVAL, 1.0)
+                found.append([*self._features(rows), float(each.success), weight])
+        return found
+
+    def learn(self, episodes: Iterable[Trajectory]) -> int:
+        """Fit the forecast to recorded episodes. Return the number of those that it can read."""
+        self._window.extend(self._examples(episodes))
+        self._fit()
+        return len(self._window)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         self._window.extend(self._seen)

@@ -3,9 +3,7 @@
 import json
 import math
 import reprlib
-from base64 import b64decode
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ from unstale.config.files import MAX_DEPTH, is_too_deep
 from unstale.envs import Image, Message, ToolCall
 from unstale.envs.strict_json import loads
 from unstale.envs.tokens import text_offsets
+from unstale.pictures import read_data_url
 from unstale.records import ContextPiece, Piece, Placed, Sampled
 from unstale.rewards import workers
 from unstale.rewards.schemas import satisfies
@@ -321,11 +320,9 @@ def read_parts(
 
 
 def _data_of(url: str, path: str) -> bytes:
-    """Return the bytes in a data URL. Raises `Refused` for any other URL."""
-    head, comma, data = url.partition(",")
-    if comma and head.startswith("data:image/") and head.endswith(";base64"):
-        with suppress(ValueError):
-            return b64decode(data, validate=True)
+    """Return the file in a data URL. Raises `Refused` for another URL."""
+    if (data := read_data_url(url)) is not None:
+        return data
     raise Refused(
         f"{path} must be a data URL with base64 (data:image/png;base64,...), got "
         f"{reprlib.repr(url)}: the endpoint fetches no pictures",
