@@ -234,7 +234,7 @@ def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
 def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
     """Return a processor core of this machine as a device, with the speed that it reached in a run.
 
-    `model` must be the one that the run trained. The bandwidth of main memory, through which
+    The speed is right only if the run trained `model`. The bandwidth of main memory, through which
     processes exchange data, is measured now. Raises `ConfigError` if `RecordedRun.read` refuses the
     run, if its batches have too similar sizes, or if its number of cores was not recorded.
     """
