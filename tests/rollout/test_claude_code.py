@@ -1,6 +1,7 @@
 """Test Claude Code, unmodified, as an agent: `npm install -g @anthropic-ai/claude-code`.
 
-It is its own program with its own tools. It opens no connection but those to the endpoint.
+It runs headless, with its own tools, in a folder of the test. All that it sends is read, and all
+calls of an episode are one conversation with the tokens that were sampled.
 """
 
 import json
