@@ -1,4 +1,4 @@
-"""Compile C code of this package once for each machine, and load it as a library."""
+"""Compilation of this package's C code, once for each machine, and loading of the result."""
 
 import ctypes
 import errno
@@ -24,23 +24,26 @@ _FLAGS = (
 )
 
 SHARED = Path(__file__).parent
-"""The folder of headers that several libraries include."""
+"""The folder of the headers that C files of several packages include."""
 
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 
 
 class NotCompiled(Exception):
-    """Error: C code of this package cannot be compiled here. The message gives the reason."""
+    """Error: C code of this package cannot be compiled on this machine.
+
+    The text gives the reason.
+    """
 
 
 @cache
 def compile_library(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Load the compiled library from the user's cache folder, or compile it.
+    """Load the compiled library of a C file from the user's cache folder, or compile it.
 
     `macros` are arguments of the compiler, such as `-DNAME=1`. The library's file name contains a
     hash of the C files, the flags, and the macros that the compiler defines for this CPU.
 
-    Raises NotCompiled if there is no compiler or compiling fails. The message is the first error.
+    Raises NotCompiled if there is no compiler or compiling fails, with the first error as its text.
     Raises OSError if files, processes or memory are exhausted. Callers should not continue with
     slower code then, because the run would soon fail for the same reason.
     """

@@ -1,7 +1,7 @@
-"""Threads for the blocking work of engines.
+"""Threads for the blocking work of engines, such as loading weights.
 
 User code that never returns may occupy all threads of `asyncio.to_thread`. Engines must still load
-weights and close, so they have their own threads.
+weights and close, so they have threads of their own.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _POOLS: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] = WeakKeyDictionary()
-"""The thread pool of each event loop. It is freed together with the loop."""
+"""The thread pool of each event loop, which is freed together with the loop."""
 
 
 async def in_thread(function: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:

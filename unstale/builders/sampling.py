@@ -55,6 +55,7 @@ from unstale.envs.guard import (
 )
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks, preparing
 from unstale.isolation import IsolatedTasks, isolate
+from unstale.kept_sets import Truncation
 from unstale.model.lora import Merging
 from unstale.model.pictures import PictureInputs, PictureReader
 from unstale.model.policy import Policy
@@ -275,9 +276,9 @@ def build_engine(
         raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
     if options.truncated_by and not spec.keeps_sets:
         raise ConfigError(
-            f"{options.truncated_by} needs engine.backend = embedded: {options.backend} does not "
-            "return the tokens among which each token was drawn, so no log-probability could be "
-            "taken over them"
+            f"{options.truncated_by} needs engine.backend = embedded or vllm: {options.backend} "
+            "does not return the tokens among which each token was drawn, so no log-probability "
+            "could be taken over them"
         )
     urls = options.urls.split() or [""] * options.num_started
     max_running = math.ceil(options.max_running / options.num_started)
@@ -302,6 +303,7 @@ def build_engine(
             max_running=max_running,
             max_context=options.max_context,
             logit_bias=options.biases,
+            truncation=Truncation(options.top_p, options.top_k, options.min_p),
             keep_cache=options.keep_cache,
             load_tokens=options.load_tokens,
             deltas=sends_deltas and (shares_deltas(config) or packs_weights(config)),

@@ -1,7 +1,7 @@
-"""The command `check-template`: check that a chat template can be continued exactly.
+"""The command `check-template`: check whether a chat template can be continued exactly.
 
-It renders random conversations. A conversation that shows a problem is shortened as long as the
-problem remains.
+That is, a conversation with a new message must begin with the same text as without it. The command
+renders random conversations. One that shows a problem is shortened as long as it still does.
 """
 
 import json
@@ -42,7 +42,7 @@ class TemplateResult:
 
     checks: Sequence[CheckResult] = ()
     error: str = ""
-    """The reason why no check was possible. Empty if the checks ran."""
+    """The reason why the checks could not run. Empty if they ran."""
 
     def __bool__(self) -> bool:
         return not self.error and not any(check.broken for check in self.checks)
@@ -63,10 +63,11 @@ def check_template(
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     console: Console | None = None,
 ) -> TemplateResult:
-    """Check the chat template of a model folder. Print the results and return them.
+    """Check the chat template of the model in `folder`. Print the results and return them.
 
-    `chat_template` replaces the folder's template, as the option of a run with this name does.
-    Raises `ConfigError` for a folder without a tokenizer or a template.
+    `conversations` is the number of random conversations. `chat_template` replaces the folder's
+    template, and `template_kwargs` are passed to the template. Raises `ConfigError` for a folder
+    without a tokenizer or a template.
     """
     if conversations < 1:
         raise ConfigError(f"--conversations must be at least 1, got {conversations}")
@@ -116,7 +117,10 @@ def _print_results(results: list[CheckResult], console: Console) -> None:
 
 
 def stop_tokens_of(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a reply, from the files of a model folder. Empty if unknown."""
+    """Return the ids of the tokens that end a reply, from the files of a model folder.
+
+    Empty if they are not known.
+    """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
@@ -127,7 +131,7 @@ def stop_tokens_of(folder: Path) -> tuple[int, ...]:
 
 
 def _facts(chat: Chat) -> Iterator[tuple[str, str]]:
-    """Yield the properties that were found in a chat template, each as a name and a text."""
+    """Yield properties of a chat template, each as a name and a text."""
     ends = [chat.text([token], whole=True) for token in chat.stop_tokens]
     yield "end of a reply", " or ".join(ends)
     yield "calls", str(chat.call_form)

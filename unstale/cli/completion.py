@@ -1,4 +1,4 @@
-"""The completion script for a shell: commands, recipes, and every option with its choices."""
+"""The script with which a shell completes commands, recipes, options and their choices."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -14,10 +14,9 @@ MakeParser = Callable[[], tuple[argparse.ArgumentParser, Mapping[str, argparse.A
 
 
 def completion(shell: str, make_parser: MakeParser) -> str:
-    """Return the script with which a shell completes the command line.
+    """Return the script with which a shell (`shell` is its name) completes the command line.
 
-    `shell` is the shell's name. `make_parser` returns the parser of the command line and the
-    parsers of its commands, by name.
+    `make_parser` returns the parser of the command line, and the parsers of its commands by name.
     """
     parser, verbs = make_parser()
     for verb in verbs.values():

@@ -4,10 +4,10 @@ A pair is a success and a failure of one group that began with the same prompt. 
 
     -log sigmoid(beta * ((log pi(w) - log ref(w)) - (log pi(l) - log ref(l))))
 
-where w is the success, l the failure, log pi the sum over the tokens that a policy sampled, and ref
-the policy before the first step. Who sampled the episodes does not enter: there is no D and no S.
-Both are log-probabilities of the policy as the recipe samples it: at `engine.temperature`, with
-`engine.logit_bias`, over the whole vocabulary.
+where w is the success and l the failure. log pi is the sum over an episode's sampled tokens, and
+ref the policy before the first step. The loss does not depend on the policy that sampled the
+episodes. Both log-probabilities are at `engine.temperature`, with `engine.logit_bias`, over the
+whole vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,12 +43,12 @@ from unstale.trainer.local import LocalTrainer
 from unstale.trainer.passes import pass_tokens
 
 RECORD = "dpo.json"
-"""Name of the file in the model folder with the options and the metrics of every step."""
+"""Name of the file, next to the trained model, with the options and the metrics of every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two episodes of one group with the same prompt."""
+    """A success and a failure of one group, which began with the same prompt."""
 
     success: Trajectory
     failure: Trajectory
@@ -56,7 +56,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoOptions:
-    """The options of preference training that `RunConfig` does not have."""
+    """Options of the command `dpo` besides those of a run: beta of the loss, and pairs in a
+    batch.
+    """
 
     beta: float = 0.1
     batch: int = 16
@@ -70,15 +72,15 @@ class DpoOptions:
 
 @dataclass(frozen=True, slots=True)
 class DpoStep:
-    """The metrics of one optimizer step, of the weights before it."""
+    """The metrics of one optimizer step, computed with the weights before it."""
 
     step: int
     loss: float
-    """Mean over the batch's pairs."""
+    """Mean loss of the batch's pairs."""
     accuracy: float
-    """Share of pairs whose success gained more than its failure, against ref."""
+    """Share of pairs with a margin above 0."""
     margin: float
-    """Mean of the argument of the sigmoid."""
+    """Mean of the argument of the sigmoid in the loss (see the module)."""
     grad_norm: float
 
 
@@ -90,11 +92,11 @@ def dpo(
     *,
     console: Console | None = None,
 ) -> Sequence[DpoStep]:
-    """Train the policy on the pairs of some runs, and write it to a new or empty folder.
+    """Train a policy on the pairs in the journals of `runs`, and write it to a new or empty folder.
 
-    Return the metrics of each of the `config.max_steps` optimizer steps, which use the options of
-    `trainer`. Raises `ConfigError` before training if an option is wrong, a run has another
-    tokenizer, or there is no pair.
+    `config` has the policy, the options of `trainer` and the number of optimizer steps
+    (`config.max_steps`). Return the metrics of each step. Raises `ConfigError` before training if
+    an option is wrong, a run has another tokenizer, or there is no pair.
     """
     folder = Path(folder)
     config = config.with_policy(config.model)
@@ -136,7 +138,10 @@ def learn(
     *,
     console: Console,
 ) -> list[DpoStep]:
-    """Train a policy on pairs for `config.max_steps` optimizer steps. Print the progress."""
+    """Train a policy on pairs for `config.max_steps` optimizer steps.
+
+    Return the metrics of each.
+    """
     objective = _WeightedLogp()
     trainer = plain_trainer(
         replace(config, objective=ObjectiveConfig(loss_aggregation="constant", constant=1.0)),
@@ -168,9 +173,11 @@ def learn(
 
 
 def pair_loss(logp: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the losses `[n]` and the margins `[n]` of n pairs.
+    """Return the loss `[n]` and the margin `[n]` of each of n pairs. The loss is -log
+    sigmoid(margin).
 
-    `logp` and `reference` `[2 n]` are the sums of each pair's success, then of its failure.
+    `logp` and `reference` `[2 n]` have log pi and log ref of each pair's success, then of its
+    failure.
 
     >>> loss, margin = pair_loss(torch.tensor([-1.0, -4.0]), torch.tensor([-2.0, -3.0]), 0.5)
     >>> margin.item(), round(loss.item(), 4)
@@ -182,7 +189,7 @@ def pair_loss(logp: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Ten
 
 
 class _WeightedLogp:
-    """The objective -w log pi, where w is the token's number in `Batch.advantage`."""
+    """The objective -w log pi of each token. Its weight w is in `Batch.advantage`."""
 
     def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
         nowhere = torch.zeros_like(batch.sampled)
@@ -198,9 +205,10 @@ def _step(  # noqa: PLR0913 - what a step needs
     beta: float,
     step: int,
 ) -> DpoStep:
-    """Take an optimizer step. The loss's derivative by each log pi comes from a pass before it.
+    """Take an optimizer step, and return its metrics.
 
-    So the sequences of a pair may be in different microbatches.
+    A forward pass before it gives the derivative of the loss by each log pi, which becomes the
+    weight of its tokens. So the two sequences of a pair may be in different microbatches.
     """
     logp = _logps(score, batch).requires_grad_()
     loss, margin = pair_loss(logp, reference, beta)
@@ -215,13 +223,16 @@ def _step(  # noqa: PLR0913 - what a step needs
 
 
 def _logps(score: Callable[..., Scored], batch: Batch) -> Tensor:
-    """Return the sum of log pi over the sampled tokens of each sequence, in float64."""
+    """Return log pi of each sequence, summed over its sampled tokens, in float64."""
     logp = torch.where(batch.sampled, score(batch, batch.sampled).logp.double(), 0.0)
     return torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.sequence, logp)
 
 
 def _batch(pairs: Sequence[Pair], *, version: int = 0) -> Batch:
-    """Return pairs as a batch: the success and the failure of each, of the current version."""
+    """Return pairs as a batch of sequences: the success of each pair, then its failure.
+
+    `version` becomes the version of all sampled tokens.
+    """
     both = [each for pair in pairs for each in (pair.success, pair.failure)]
     batch = collate([ScoredTrajectory(each, (1.0,)) for each in both])
     sampled = batch.sampled
@@ -236,10 +247,10 @@ def _batch(pairs: Sequence[Pair], *, version: int = 0) -> Batch:
 
 
 def _pairs(run: Path, policy: Policy, max_tokens: int) -> tuple[list[Pair], int]:
-    """Return the pairs of a run, each episode in at most one, and the number of skipped episodes.
+    """Return the pairs of a run, each episode in at most one, and the number of episodes left out.
 
-    Episodes with a fork or placed text are skipped: the policy did not sample their whole reply to
-    the prompt. Raises `ConfigError`.
+    Episodes that were forked or have placed text are left out, because the policy did not sample
+    all of them. Raises `ConfigError` if the run has another tokenizer, or an episode is too long.
     """
     from tokenizers import Tokenizer
 
@@ -268,7 +279,7 @@ def _pairs(run: Path, policy: Policy, max_tokens: int) -> tuple[list[Pair], int]
 
 
 def _of_group(group: Sequence[Trajectory]) -> Iterator[Pair]:
-    """Yield the pairs of the conversations of a group in which the policy has the same role."""
+    """Yield the pairs in a group of conversations, in all of which the policy has the same role."""
     won = [each for each in group if _is_success(each)]
     lost = [each for each in group if not _is_success(each)]
     for success in won:
@@ -279,20 +290,25 @@ def _of_group(group: Sequence[Trajectory]) -> Iterator[Pair]:
 
 
 def _is_success(trajectory: Trajectory) -> bool:
-    """Return True if the episode is a success, or a role in it has a reward of at least 1."""
+    """Return True if the episode was a success.
+
+    If the policy has a role in it and there is no fact `success`, the reward of the role decides.
+    """
     if trajectory.role and "success" not in trajectory.facts:
         return trajectory.role_reward >= 1 - ROUNDED
     return trajectory.success
 
 
 def _until_last_reply(trajectory: Trajectory) -> Trajectory:
-    """Return an episode without what the environment said last. Nothing sampled comes after it."""
+    """Return an episode without the environment's tokens after the last reply."""
     sampled = [place for place, each in enumerate(trajectory.pieces) if isinstance(each, Sampled)]
     return replace(trajectory, pieces=trajectory.pieces[: sampled[-1] + 1 if sampled else 0])
 
 
 def _order(count: int, seed: int) -> Iterator[int]:
-    """Yield numbers below `count` without end, in random order. None twice before all were."""
+    """Yield the numbers below `count` in random order, again and again, each time in another
+    order.
+    """
     generator = Random(f"dpo/{seed}")
     while True:
         yield from generator.sample(range(count), count)

@@ -1,4 +1,4 @@
-"""Evaluation of a trained policy on held-out tasks."""
+"""Evaluate a trained policy on held-out tasks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -46,15 +46,14 @@ def evaluate(  # noqa: PLR0913 - options of a command
     console: Console | None = None,
     **wrong: Any,
 ) -> EvalResult:
-    """Measure the success of a policy on held-out tasks, with `attempts` episodes on each task.
+    """Measure the success of a policy on held-out tasks, with `attempts` episodes for each task.
 
-    Without `attempts`, it is `eval.samples`. The engine samples at `eval.temperature`.
-
-    `trained` is a run folder or a model folder. `config` has the task and the number of tasks
-    (`eval.tasks`); its policy is not used. Finished episodes are written to the file `save`, and
-    episodes that this file already has are not played again. `limit_turns` limits turns by the
-    successes of the run `trained`, as `learned_limit` does. Raises `ConfigError` for wrong
-    settings, and `RunFailed` if a component fails later.
+    `trained` is a run folder or a model folder. `config` has the tasks, their number
+    (`eval.tasks`), the sampling temperature (`eval.temperature`) and the default of `attempts`
+    (`eval.samples`). Its policy is not used. Finished episodes are added to the file `save`, and
+    those that are in it already are not run again. `limit_turns` limits the turns by the successes
+    of the run `trained`, as `learned_limit` does. Raises `ConfigError` for wrong settings, and
+    `RunFailed` if a component fails later.
     """
     config = require_config(config, wrong)
     attempts = config.eval.samples if attempts is None else attempts
@@ -86,18 +85,19 @@ def evaluate(  # noqa: PLR0913 - options of a command
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A policy, the held-out tasks that it attempts, and the engine that samples its replies."""
+    """What an evaluation needs: a policy, held-out tasks, and an engine that samples replies."""
 
     config: RunConfig
     policy: Policy
     taskset: Taskset
     generator: Generator
     tasks: Sequence[Task]
-    """The held-out tasks, each as often as it is attempted."""
+    """The held-out tasks. Each is repeated as often as it is attempted."""
 
     @classmethod
     def of(cls, trained: Path | str, config: RunConfig, attempts: int) -> Self:
-        """Load the policy of a run folder or model folder, and the held-out tasks of `config`.
+        """Load the policy of the run folder or model folder `trained`, and the held-out tasks of
+        `config`.
 
         Raises `ConfigError` for wrong settings.
         """
@@ -118,7 +118,8 @@ class HeldOut:
         *,
         console: Console | None = None,
     ) -> T:
-        """Return the result of `work`, during which the engine runs at `eval.temperature`.
+        """Start the engine, run `work` and return its result. The engine samples at
+        `eval.temperature`.
 
         `work` receives the object that runs episodes, and a function that shows progress. Raises
         `RunFailed` if a component fails.
@@ -146,8 +147,8 @@ async def running_generator(
 ) -> AsyncIterator[Generator]:
     """Return a context in which the engine runs with the policy's weights.
 
-    Its value is a generator that uses the engine. If the engine crashes, it is restarted, at most
-    `engine.restarts` times. `on_event` is called with these events.
+    Its value is a generator, which samples replies with the engine. If the engine crashes, it is
+    restarted, at most `engine.restarts` times, and `on_event` is called.
     """
     recovery = Recovery(lambda version: policy.weights(), config.engine.restarts, on_event)
     engine = supervise(generator.engine, recovery)

@@ -1,4 +1,4 @@
-"""The command `export`: write the policy of a run's checkpoint as a Hugging Face folder."""
+"""The command `export`: write the policy of a run's checkpoint as a Hugging Face model folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ from unstale.model.policy import Policy
 
 
 def export(run: Path | str, folder: Path | str, *, step: int | None = None) -> int:
-    """Write the policy of a checkpoint to a new or empty folder. Return the checkpoint's step.
+    """Write the policy of a run's checkpoint to a new or empty folder. Return the checkpoint's
+    step.
 
-    `run` is a run folder, which is only read. The run may be in progress. `step` counts batches,
-    and None means the newest checkpoint. The model is loaded into main memory. Raises `ConfigError`
-    if the run has no such checkpoint or `folder` cannot be used, and `CheckpointError` if the
+    The run `run` may be in progress, and its folder is only read. `step` is the step of the
+    checkpoint. None means the newest. The model is loaded into main memory. Raises `ConfigError` if
+    the run has no such checkpoint or `folder` cannot be used, and `CheckpointError` if the
     checkpoint is damaged, or the run removed it meanwhile.
     """
     run, folder = Path(run), Path(folder)
@@ -62,13 +63,13 @@ class _StoredPolicy:
     step: int
     weights: Mapping[str, Tensor]
     base: int
-    """Checksum of the model for which LoRA adapters were trained. 0 without adapters."""
+    """Checksum of the base model to which the LoRA adapters belong. 0 without adapters."""
 
 
 def _read_stored(run: Path, config: RunConfig, step: int | None) -> _StoredPolicy:
-    """Return the policy of a checkpoint. A `step` of None means the newest checkpoint.
+    """Return the policy of the checkpoint of a step. None means the newest.
 
-    If the run removes its newest checkpoint during the reading, a newer one is read.
+    If the run removes its newest checkpoint meanwhile, a newer one is read.
     """
     checkpoints = Checkpoints(run, {})
     while True:
@@ -96,9 +97,9 @@ def _read_stored(run: Path, config: RunConfig, step: int | None) -> _StoredPolic
 
 
 def _others(checkpoints: Checkpoints, name: str) -> str:
-    """Return a sentence about the checkpoints that can be exported instead of `name`.
+    """Return a sentence that names the run's checkpoints besides `name`.
 
-    Empty if there are no others.
+    Empty if there are none.
     """
     others = [str(step) for step, other in checkpoints.steps.items() if other != name]
     return f". Others can be exported: --step {' or '.join(others)}" if others else ""

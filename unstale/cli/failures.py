@@ -31,27 +31,25 @@ _TEXTS = {
     "out of memory": OUT_OF_MEMORY,
     "error return without exception set": OUT_OF_MEMORY,
 }
-"""Parts of messages by which errors without an error number are recognised, such as those of torch
-and of threads.
+"""Parts of the messages of errors without an error number, such as those of torch and of threads.
+They show which resource ran out.
 """
 
 EXIT_S = 10.0
-"""Seconds for which Python waits, at the end of the process, for threads that the user's code
-started.
-"""
+"""Seconds that Python waits, at the end of the process, for threads which user code started."""
 
 
 class RunFailed(RuntimeError):
-    """Error: a component of a run failed. `__cause__` is the first error."""
+    """Error: a component of a run failed. Its `__cause__` is the first error of a component."""
 
 
 def literal(text: object) -> str:
-    """Return a text in which rich finds no markup. Control characters become visible."""
+    """Return text for rich, with brackets that are no markup and control characters as escapes."""
     return escape(show_controls(str(text)))
 
 
 def exit_after(title: str, error: object, *, code: int) -> NoReturn:
-    """Print an error on stderr as `title: error`, and exit with the code `code`."""
+    """Print `title: error` on stderr, and exit with the exit code `code`."""
     print_failure(title, error)
     sys.exit(code)
 
@@ -63,9 +61,9 @@ def print_failure(title: str, error: object) -> None:
 
 
 def exhausted(error: BaseException) -> str:
-    """If files, memory or threads ran out, return a sentence that says which, and what helps.
+    """Return a sentence on the resource that ran out (files, memory or threads), and what helps.
 
-    Empty for other errors.
+    Empty if the error has another cause.
 
     >>> exhausted(RuntimeError("can't start new thread")).partition(":")[0]
     'no new thread or process can be started'
@@ -101,7 +99,7 @@ def exhausted(error: BaseException) -> str:
 def _is_of_socket(error: BaseException) -> bool:
     """Return True if a module for sockets raised the error.
 
-    EAGAIN then means that a socket has no data, not that threads ran out.
+    An EAGAIN of a socket means that it has no data, not that threads ran out.
     """
     *_, last = [None, *traceback.extract_tb(error.__traceback__)]
     path = Path(last.filename) if last else Path()
@@ -109,10 +107,10 @@ def _is_of_socket(error: BaseException) -> bool:
 
 
 def end_despite_threads() -> None:
-    """End the process after `EXIT_S` seconds, with the code of the current SystemExit.
+    """End the exiting process in `EXIT_S` seconds, even if threads run that are not daemons.
 
-    This function is called while the process exits. Python would then wait without limit for
-    threads that are not daemons. Nothing is done if there are no such threads.
+    Otherwise Python would wait for these without limit. The exit code is that of the current
+    SystemExit. Does nothing if there are no such threads.
     """
     error = sys.exception()
 
@@ -127,15 +125,17 @@ def end_despite_threads() -> None:
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Return the exit code of a Python process that ends with this error. None means no error."""
+    """Return the exit code of a Python process that ends with `error`.
+
+    None means without an error.
+    """
     code = error.code if isinstance(error, SystemExit) else 1 if error else 0
     return code if isinstance(code, int) else 1 if code else 0
 
 
 def _waiting_for() -> list[str]:
-    """Return the names of the threads for which Python waits at its end.
-
-    The main thread is left out.
+    """Return the names of the threads, besides the main thread, for which Python waits at its
+    end.
     """
     return [
         thread.name

@@ -1,8 +1,8 @@
-"""avg@k, pass@k and pass^k over several attempts at each held-out task, with intervals.
+"""Success rates over several attempts at each held-out task, with 95% intervals.
 
-Attempts at one task are correlated, so each task counts as one value from 0 to 1. The interval is a
-bootstrap over tasks. If all values are 0 or 1, or all are equal, it is Wilson's interval, because a
-bootstrap of equal values has no width.
+They are avg@k, pass@k and pass^k (`EvalResult`). Attempts at one task are correlated, so each task
+counts as one value from 0 to 1. The interval is a bootstrap over tasks. If all values are 0 or 1,
+or all are equal, it is Wilson's interval, because a bootstrap of equal values has no width.
 """
 
 import math
@@ -22,7 +22,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class TaskMean:
-    """A mean over tasks with its 95% interval, and the name of the interval's method."""
+    """A mean over tasks, its 95% interval, and the method by which the interval was computed."""
 
     value: float
     low: float
@@ -32,15 +32,17 @@ class TaskMean:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """The result of an evaluation: successes at each held-out task, and failed episodes in all."""
+    """The result of an evaluation.
+
+    `successes` has the number of successful attempts for each task. `failed` is the number of
+    episodes, over all tasks, that an error ended.
+    """
 
     successes: tuple[int, ...]
     attempts: int = 1
     failed: int = 0
     by_env: Mapping[str, "EvalResult"] = field(default_factory=dict)
-    """The result for each environment, by its name. Empty if all tasks belong to one
-    environment.
-    """
+    """The result for each environment, by its name. Empty if all tasks are of one environment."""
     reward: float = math.nan
     """The mean reward of all finished episodes. NaN if it is not known."""
 
@@ -48,10 +50,10 @@ class EvalResult:
     def of(
         cls, graded: Sequence[bool | None], attempts: int, envs: Sequence[str] = ()
     ) -> "EvalResult":
-        """Return the result of an evaluation, given the success of each episode.
+        """Return the result of an evaluation from the success of each episode.
 
-        In `graded`, None stands for a failed episode, and `attempts` adjacent values belong to one
-        task. `envs` has the name of the environment for each value.
+        In `graded`, `attempts` values in a row belong to one task, and None is an episode that an
+        error ended. `envs` has the name of each episode's environment. Empty means one environment.
         """
         successes = (
             graded[at : at + attempts].count(True) for at in range(0, len(graded), attempts)
@@ -89,23 +91,29 @@ class EvalResult:
 
     @property
     def average(self) -> TaskMean:
-        """The success rate of an attempt: avg@k, where k is the number of attempts at each task."""
+        """avg@k: the mean share of successful attempts, where k is the number of attempts at each
+        task.
+        """
         return mean_over_tasks([count / self.attempts for count in self.successes])
 
     def passed(self, k: int) -> TaskMean:
-        """Return pass@k: the probability that at least one of k attempts at a task succeeds."""
+        """Return pass@k: the mean probability that at least one of k attempts at a task
+        succeeds.
+        """
         return mean_over_tasks(
             [pass_at(k, attempts=self.attempts, successes=count) for count in self.successes]
         )
 
     def passed_all(self, k: int) -> TaskMean:
-        """Return pass^k: the probability that all of k attempts at a task succeed."""
+        """Return pass^k: the mean probability that all of k attempts at a task succeed."""
         return mean_over_tasks(
             [pass_all(k, attempts=self.attempts, successes=count) for count in self.successes]
         )
 
     def rows(self, ks: Sequence[int]) -> dict[str, TaskMean]:
-        """Return avg@k of all attempts, and pass@k and pass^k for each k above 1, by name."""
+        """Return avg@k for all attempts, and pass@k and pass^k for each k in `ks` above 1, by
+        name.
+        """
         rows = {f"avg@{self.attempts}": self.average}
         for k in sorted(set(ks) - {1}):
             rows[f"pass@{k}"] = self.passed(k)
@@ -113,7 +121,9 @@ class EvalResult:
         return rows
 
     def as_json(self, ks: Sequence[int]) -> dict[str, Any]:
-        """Return counts, `rows` and mean reward as a JSON object, in all and by environment."""
+        """Return counts, `rows` and mean reward for JSON, for all tasks and for each
+        environment.
+        """
         row: dict[str, Any] = {
             "result": {
                 "successes": self.successes,
@@ -129,7 +139,7 @@ class EvalResult:
         return row
 
     def table(self, ks: Sequence[int]) -> Table:
-        """Return a table of `rows` for a terminal: of each environment, then of all tasks."""
+        """Return a table of `rows` for a terminal: for each environment, then for all tasks."""
         table = Table("", "held-out success", "95% interval", "", title=str(self))
         for env, part in {**self.by_env, "": self}.items():
             for name, estimate in part.rows(ks).items():
@@ -146,7 +156,9 @@ class EvalResult:
 
 
 def pass_at(k: int, *, attempts: int, successes: int) -> float:
-    """Return 1 - C(n - c, k) / C(n, k) for n attempts and c successes (arXiv:2107.03374, eq. 1).
+    """Return the probability that at least one of k attempts succeeds, estimated from all attempts.
+
+    For n attempts and c successes, it is 1 - C(n - c, k) / C(n, k) (arXiv:2107.03374, eq. 1).
 
     >>> pass_at(2, attempts=4, successes=1)
     0.5
@@ -156,7 +168,9 @@ def pass_at(k: int, *, attempts: int, successes: int) -> float:
 
 
 def pass_all(k: int, *, attempts: int, successes: int) -> float:
-    """Return C(c, k) / C(n, k) for n attempts and c successes: pass^k of arXiv:2406.12045.
+    """Return the probability that all of k attempts succeed, estimated from all attempts.
+
+    For n attempts and c successes, it is C(c, k) / C(n, k) (arXiv:2406.12045).
 
     >>> pass_all(2, attempts=4, successes=3)
     0.5
@@ -173,7 +187,9 @@ def _check_attempts(name: str, k: int, *, attempts: int, successes: int) -> None
 
 
 def mean_over_tasks(values: Sequence[float]) -> TaskMean:
-    """Return mean and 95% interval of `values`: one for each task, between 0 and 1."""
+    """Return the mean and 95% interval of `values`, which has a number from 0 to 1 for each
+    task.
+    """
     value = sum(values) / len(values)
     if len(set(values)) == 1 or set(values) <= {0.0, 1.0}:
         return TaskMean(value, *wilson(value, len(values)), "Wilson")

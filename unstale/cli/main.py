@@ -1,6 +1,6 @@
 """The entry point of the command line. Importing this module does not import torch.
 
-A wrong command prints one line and has exit code 2.
+A wrong command ends with one line of text and exit code 2.
 """
 
 import argparse
@@ -41,9 +41,7 @@ _PLAIN = {
     r"invalid float value: (.*)": r"must be a number, got \1",
     r"invalid choice: (.*) \(choose from (.*)\)": r"must be one of \2, got \1",
 }
-"""Regular expressions for messages of argparse, each with a plainer text that replaces the
-message.
-"""
+"""Regular expressions for error messages of argparse, each with a plainer text."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command and its arguments as the attributes of a namespace.
+    """Return a command and its arguments as the attributes of a namespace.
 
-    `values` has the run's options by name, and `given` all words of the command line. Raises
+    `values` has the options of a run, by name, and `given` all words of the command line. Raises
     `ConfigError` for a word that the command does not accept.
     """
     words = list(arguments)
@@ -129,7 +127,9 @@ class _Parser(argparse.ArgumentParser):
 
     @property
     def option_strings(self) -> list[str]:
-        """The command's own options, and the options of a run if the command accepts them."""
+        """The names of the command's own options and, if it accepts them, of the options of a
+        run.
+        """
         own = [word for action in self._actions for word in action.option_strings]
         of_recipe = [f"--{name}" for name in option_names()]
         return own + of_recipe if self.get_default("takes_options") else own
@@ -142,9 +142,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser(only: str | None = None) -> tuple[_Parser, dict[str, _Parser]]:
-    """Return the parser of the command line, and the parsers of its commands by name.
+    """Return the parser of the command line, and the parsers of its commands, by name.
 
-    With `only`, the parser has only this command, and the modules of other commands are not
+    With `only`, the parser has only the command of this name, and modules of other commands are not
     imported.
     """
     parser = _Parser(

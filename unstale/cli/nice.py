@@ -1,4 +1,4 @@
-"""Run a command at a low priority, so that it hardly slows down a training on the same machine."""
+"""Run a command at a low priority, so that it hardly slows down training on the same machine."""
 
 import ctypes
 import os
@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 NICENESS = 10
-"""Niceness of the command. On a core with another busy process, it gets about 10% of the time.
+"""Niceness of such a command. On a core with another busy process, it gets about 10% of the time.
 
 With niceness 19, which gets 1.5%, a list of 60 runs took 7.6 s while three trainings kept two cores
 busy. With 10 it took 0.9 s.
@@ -20,12 +20,12 @@ _AWAITED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
 def run_at_low_priority(act: Callable[[], object]) -> int:
-    """Call `act` at a low priority. Return the exit code: 0, or that of the child process.
+    """Call `act` at a low priority. Return the exit code of the process that called it.
 
     Linux divides the processor between sessions (terminals) first, and by niceness only within a
-    session. So on Linux `act` runs in a child process with a session of its own, and this process
-    passes signals on to the child. The child ends with this process. Errors of `act` are raised in
-    the child. Call this function before any thread is started.
+    session. So on Linux, `act` runs in a child process with a session of its own. This process
+    passes signals on to the child, and the child ends with it. An error of `act` is raised in the
+    child. Call this function before any thread is started.
     """
     if not _AUTOGROUP.exists():
         if hasattr(os, "nice"):
@@ -52,8 +52,8 @@ def run_at_low_priority(act: Callable[[], object]) -> int:
 def _wait_for(child: int, unblocked: Iterable[signal.Signals | int]) -> int:
     """Pass signals on to the child process until it ends. Return its exit code.
 
-    The signals are blocked and awaited, because a handler could miss a signal that arrives just
-    before the process waits. `unblocked` is the mask of signals to be set at the end.
+    Signals are blocked and waited for, because a handler could miss one that arrives just before
+    the wait for the child. `unblocked` is the signal mask to be set at the end.
     """
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Actions before a run: refuse settings that cannot work, start engines early, import quickly."""
+"""Steps before a run: refuse wrong settings, start engines early, import modules quickly."""
 
 import gc
 import sys
@@ -17,15 +17,16 @@ from unstale.durability.run_folder import CONFIG, EVENTS, METRICS
 from unstale.weights.child_process import start_early
 
 WORKER = "unstale.engines.embedded.worker"
-"""The module of the embedded engine's process. It is not imported here, because it imports torch.
+"""Name of the module of the embedded engine's process. It is not imported here, because that
+imports torch.
 """
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Raise `ConfigError` for problems that can be found before torch, whose import takes seconds.
+    """Raise `ConfigError` for problems that are found without torch, whose import takes seconds.
 
-    These are most refusals of the linter, a missing model, and a missing Ray. The model is
-    downloaded first if the options allow it. Runs that a Python program starts make the checks
+    These are most refusals of the linter, a missing model, and a missing Ray. A model that may be
+    downloaded is downloaded first. For runs that a Python program starts, these checks are made
     later.
     """
     from unstale.lint import check  # most commands do not need it
@@ -57,9 +58,11 @@ def new_folder(config: RunConfig) -> Path:
 
 
 def start_engines(config: RunConfig) -> None:
-    """Start the processes of the embedded engines. They import torch while this process does.
+    """Start the processes of the embedded engines, so that they import torch while this process
+    does.
 
-    Nothing is done for engines on other hosts, or in runs with trainer ranks, which share the GPUs.
+    Does nothing for engines on other hosts, or for runs with trainer ranks, with which they share
+    GPUs.
     """
     engine = config.engine
     if engine.backend == "embedded" and not (
@@ -71,11 +74,11 @@ def start_engines(config: RunConfig) -> None:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Return a context in which modules are imported without garbage collections.
+    """Return a context in which modules are imported without garbage collection.
 
-    Each collection would visit all objects of torch and transformers, which takes a fifth of the
-    time. Later collections do not visit the imported objects either. A status text is shown on a
-    terminal.
+    A collection visits all objects of torch and transformers, and collections take a fifth of the
+    time of an import. Later collections do not visit these objects either. On a terminal, a status
+    text is shown.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield  # the host program has imported torch, or decides itself about collections

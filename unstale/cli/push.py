@@ -1,4 +1,6 @@
-"""The command `push-to-hub`: export a policy with its model card, to a folder or the hub."""
+"""The command `push-to-hub`: write a run's policy and a model card to a folder or Hugging Face's
+hub.
+"""
 
 import re
 import shutil
@@ -25,11 +27,11 @@ CARD = "README.md"
 def push_to_hub(
     run: Path | str, folder: Path | str | None = None, *, repo: str = "", public: bool = False
 ) -> str:
-    """Export a run's policy and its model card. Return the folder, or the address on the hub.
+    """Write the policy of a run and its model card. Return the folder, or the address on the hub.
 
-    The model is written to a new or empty `folder`, to the repository `repo` (`org/name`) of the
-    Hugging Face hub, or to both. Raises `ConfigError` for a run without a policy, a folder with
-    files, or an error of the hub.
+    They are written to a new or empty `folder`, to the repository `repo` (`org/name`) of the hub,
+    or to both. Raises `ConfigError` for a run without a policy, a folder with files, or an error of
+    the hub.
     """
     run = Path(run)
     if not folder and not repo:
@@ -55,7 +57,7 @@ def _upload(folder: Path, repo: str, *, private: bool) -> str:
 
 
 def model_card(run: Path, repo: str = "") -> str:
-    """Return the model card of a run's policy, with metadata for the Hugging Face hub."""
+    """Return the model card of a run's policy as Markdown, with metadata for the hub."""
     folder = RunFolder(run)
     options, log = flatten(folder.config()), list(folder.rows(EVENTS))
     rows = sorted((row for row in folder.metrics() if step_of(row) > 0), key=step_of)
@@ -102,7 +104,7 @@ def model_card(run: Path, repo: str = "") -> str:
 def _base_words(base: str, origin: dict[str, str]) -> str:
     """Return the name of a base model for the model card.
 
-    `origin` describes its GGUF file, or is empty.
+    `origin` describes its GGUF file, if any.
     """
     if origin:
         return "{file} (GGUF, {quantisation}, SHA-256 {sha256})".format_map(origin)
@@ -120,7 +122,7 @@ def _steps(rows: Sequence[Row], options: Row, log: Sequence[Row]) -> str:
 
 
 def _figures(rows: Sequence[Row], log: Sequence[Row]) -> dict[str, object]:
-    """Return the held-out success and mean reward of a run, at its start and at its end."""
+    """Return held-out success and mean reward of a run, each at its start and its end, by name."""
     figures: dict[str, object] = {}
     evaluations = held_out(event for event in log if event.get("kind") == "eval")
     for when, each in zip(("before", "after"), (*evaluations[:1], *evaluations[-1:]), strict=False):

@@ -1,4 +1,4 @@
-"""The options of a recipe on the command line: `--section.option value`, or a file of them."""
+"""The options of a run on the command line: `--section.option value`, or a file of options."""
 
 import argparse
 import inspect
@@ -35,7 +35,7 @@ from unstale.lint.policy_files import local_folder, positions
 from unstale.recipes import make_recipe, recipe_names
 
 SHORT = {"reward": "task.reward"}
-"""Short names of options on the command line, each with the full name."""
+"""Short names of options on the command line, each with the full name of the option."""
 _COMMON = """
 model model_download chat_template tools_in_prompt
 runs name seed max_steps minutes trackers techniques
@@ -50,25 +50,27 @@ trainer.dtype trainer.lr trainer.lora_rank trainer.max_tokens_per_microbatch
 trainer.gradient_checkpointing checkpoint.interval eval.tasks eval.interval
 """
 COMMON = frozenset(_COMMON.split())
-"""The options that most users need. `--help` shows only these, and `--help all` every option."""
+"""The options that most users need. `--help` shows only these, `--help all` shows every option."""
 MANY = 50
-"""A command with more arguments than this takes all options of a run."""
+"""If a command has more arguments than this, it accepts all options of a run."""
 _OWN_RECIPE = re.compile(r"[\w.]+:\w+")
 FILES = (".toml", ".json")
-"""Endings of the names of option files. Such a file may be given instead of the recipe."""
+"""Endings of the names of option files, which may be given in place of a recipe."""
 
 
 def option_names() -> list[str]:
-    """Return the names of the options that a command line may set, including short names."""
+    """Return the names of the options of a run that a command line may set, including short
+    names.
+    """
     return [*SHORT, *(name for name in options() if name != "recipe")]
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split the words of a command.
+    """Split the words of a command into those that are no options, and the values of options by
+    name.
 
-    Return those that are no options, and the options' values by name. A boolean option without a
-    value is true. A value may begin with `--` if it is a text of several words. Raises
-    `ConfigError` for a missing or wrong value.
+    A boolean option without a value is true. A value may begin with `--` if it is a text of several
+    words. Raises `ConfigError` for a missing or wrong value.
 
     >>> split_options(["train", "retail", "--trainer.lr=1e-5", "--max_steps", "3"])
     (['train', 'retail'], {'trainer.lr': 1e-05, 'max_steps': 3})
@@ -97,12 +99,12 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _is_option(word: str) -> bool:
-    """Return True if a word of a command names an option. An option's name has no spaces."""
+    """Return True if a word of a command is the name of an option. Such a name has no spaces."""
     return word.startswith("--") and " " not in word.partition("=")[0]
 
 
 def refuse_unknown(words: Sequence[str], known: Sequence[str] = ()) -> NoReturn:
-    """Raise `ConfigError` about the unknown `words` of a command, with similar `known` options."""
+    """Raise `ConfigError` about unknown words of a command, and name similar ones in `known`."""
     if not (wrong := [word for word in words if word.startswith("-")]):
         raise ConfigError(f"{words[0]!r} is not expected here: options begin with --")
     known = known or [f"--{each}" for each in option_names()]
@@ -110,7 +112,7 @@ def refuse_unknown(words: Sequence[str], known: Sequence[str] = ()) -> NoReturn:
 
 
 def _unknown(word: str, known: Sequence[str]) -> str:
-    """Return an error message about an unknown option, with its new name or similar names."""
+    """Return an error message about an unknown option, with its new name or with similar names."""
     name = word.partition("=")[0]
     if former := former_name(name.removeprefix("--").replace("-", "_")):
         return f"command line: {former} is now {RENAMED[former]}."
@@ -123,7 +125,7 @@ def _unknown(word: str, known: Sequence[str]) -> str:
 
 
 def take_file(chosen: argparse.Namespace) -> None:
-    """If a file of options is given instead of the recipe, move it to the argument `config`.
+    """If the argument `recipe` is a file of options, make it the argument `config` instead.
 
     Raises `ConfigError` if `--config` is given, too.
     """
@@ -135,9 +137,7 @@ def take_file(chosen: argparse.Namespace) -> None:
 
 
 def is_study(path: Path | None) -> bool:
-    """Return True if a TOML file describes a study for `unstale compare`: it has the table
-    `study`.
-    """
+    """Return True if a TOML file describes a study for `unstale compare`, by its table `study`."""
     if path is None or path.suffix != ".toml":
         return False
     try:
@@ -147,10 +147,7 @@ def is_study(path: Path | None) -> bool:
 
 
 def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the file of options and of the command line, by name.
-
-    Where both have an option, the command line's value is returned.
-    """
+    """Return the options in the option file and on the command line, by name. The latter win."""
     from_file = read_file(chosen.config) if chosen.config else {}
     if chosen.config and chosen.config.name == CONFIG and "recipe" in from_file:
         from_file = reset_unread(from_file)  # the file of a run has every option
@@ -158,7 +155,9 @@ def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def configure(chosen: argparse.Namespace) -> RunConfig:
-    """Return the recipe's configuration with the options of the file and the command line."""
+    """Return the configuration of the recipe, with the options of the file and of the command
+    line.
+    """
     if is_study(chosen.config):
         raise ConfigError(
             f"{chosen.config} is a study: run it with unstale compare {chosen.config}"
@@ -167,10 +166,11 @@ def configure(chosen: argparse.Namespace) -> RunConfig:
 
 
 def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig:
-    """Return a recipe's configuration with `values` for some options, by name.
+    """Return the configuration of a recipe, with other values for some options.
 
-    Without `recipe`, `values` has the recipe's name. If it also has every option, such as
-    `config.json` of a run, the recipe is not called. Raises `ConfigError` if no recipe is named.
+    `values` has these values by name. Without `recipe`, it also names the recipe. If it has all
+    options, as a run's `config.json` does, the recipe is not called. Raises `ConfigError` if no
+    recipe is named.
     """
     name = recipe or values.get("recipe")
     if name is None:
@@ -185,10 +185,10 @@ def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig
 
 
 def fit_context(config: RunConfig, named: Container[str]) -> RunConfig:
-    """Lower `engine.max_context` to the longest context of the policy, if that is known.
+    """Return the configuration with `engine.max_context` lowered to the policy's longest context.
 
-    `named` has the options of the command and its file. If `engine.max_context` is among them, it
-    is not changed, and the linter refuses it later.
+    It stays unchanged if that is not known, or if `engine.max_context` is in `named`, the options
+    of the command and its file. The linter then refuses a context that is too long.
     """
     folder = local_folder(config)
     number = positions(folder)
@@ -204,7 +204,7 @@ def fit_context(config: RunConfig, named: Container[str]) -> RunConfig:
 
 @cache
 def _note(text: str) -> None:
-    """Print a note on standard error. The same note is printed only once in a process."""
+    """Print a note on standard error. A process prints the same note only once."""
     sys.stderr.write(f"{text}\n")
 
 
@@ -216,9 +216,9 @@ def print_json(value: Any) -> None:
 def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a recipe") -> str:
     """Return the help of the options that a recipe uses, by section, with their present values.
 
-    `words`, the words of the command, may name a recipe or a file of options; otherwise `whose` is
-    in the heading. Unless `words` has "all", only common options are described, and those that
-    another option's value makes used.
+    `words` are the words of the command, which may name a recipe or a file of options. Otherwise
+    the heading has `whose`. If `words` has "all", every option is described, otherwise only common
+    ones and those that the value of another option makes used.
     """
     plain = RunConfig(recipe="")
     known = recipe_names()
@@ -262,7 +262,6 @@ def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a r
 
 
 def _fill(text: str, indent: int, hanging: int) -> str:
-    """Return a text in lines that fit the terminal. Words are not broken."""
     width = min(98, max(40, shutil.get_terminal_size().columns))
     return fill(
         text,

@@ -1,4 +1,6 @@
-"""The command `replay`: repeat the step at which a run failed, from its saved batch and weights."""
+"""The command `replay`: repeat the step with which a run failed, from its saved batch and
+weights.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +21,11 @@ from unstale.weights.recording import WENT_WRONG, FailedStep
 
 
 def replay(run: Path, batch: Path | None = None, *, console: Console | None = None) -> bool:
-    """Repeat a step that failed with a number that is not finite. Return True if it fails again.
+    """Repeat a step that failed with NaN or infinity. Return True if it fails again.
 
-    A loss or a gradient is computed again. Log-probabilities are not computed again, but the saved
-    ones are checked. `batch` is the saved batch, by default that in the run folder. Raises
-    `ConfigError` if the run or the saved batch cannot be read.
+    The loss and the gradients are computed again. Log-probabilities are only read from the batch
+    and checked. `batch` is the file of the batch, by default that in the run folder. Raises
+    `ConfigError` if the run or the batch cannot be read.
     """
     console = console or Console(soft_wrap=True)
     path = batch or run / WENT_WRONG

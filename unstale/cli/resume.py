@@ -1,4 +1,4 @@
-"""The configuration of a run that is resumed, and checks of the options that are changed."""
+"""Read the configuration of a run to be resumed, and check the options that the user changes."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -45,8 +45,8 @@ FIXED = {
     "techniques": "the checkpoint holds their state",
     "audit.share": "the checkpoint holds the copies that the audit needs",
 }
-"""Options that cannot change when a run is resumed, each with the reason. The name of a section
-stands for all its options.
+"""Options that must not change when a run is resumed, each with the reason. The name of a section
+stands for all of its options.
 """
 
 EFFECTS = {
@@ -57,24 +57,25 @@ EFFECTS = {
     "trainer.epochs_per_batch": "the position in the learning-rate schedule moves, because it "
     "counts optimizer steps",
 }
-"""The effect of changing an option when a run is resumed, by option, if it is not the usual
-effect.
+"""What a changed option affects when a run is resumed.
+
+Options with the usual effect are left out.
 """
 
 
 def changes_to_run(run: Path, config: RunConfig) -> list[str]:
-    """Return a sentence about each option that differs between `config` and the run in a folder.
+    """Return a sentence for each option that differs between `config` and the run in folder `run`.
 
-    Raises `ConfigError` for an option that cannot change.
+    Raises `ConfigError` for an option that must not change.
     """
     named = {f"task.{name}": value for name, value in asdict(config.task).items()}
     return config_changes(load_config(run, named=named), config)
 
 
 def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
-    """Return a sentence about each option that differs between a run's configuration and a new one.
+    """Return a sentence for each option that differs between a run's configuration and a new one.
 
-    Raises `ConfigError` for an option that cannot change when a run is resumed.
+    Raises `ConfigError` for an option that must not change when a run is resumed.
     """
     changed = []
     fixed = FIXED | {f"old_logps.{name}": why for name, why in now.old_logps.fixed.items()}
@@ -102,16 +103,16 @@ def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    """Return an option's value for a message, in one line. A whole chat template is shortened."""
+    """Return the value of an option as text in one line. A chat template is shortened."""
     text = " ".join(str(value).split()) or "empty"
     return f"{text[:60]}..." if len(text) > 80 else text
 
 
 def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of the run in a folder.
+    """Return the configuration of the run in a folder, for a command that executes user code.
 
-    `named` has the options that the command gives. They must include the task set and the reward if
-    these are a `module:function`, and the URLs of endpoints. Otherwise a run folder from elsewhere
+    `named` has the options in the command, by name. They must include the task set and the reward
+    if these are a `module:function`, and URLs of endpoints. Otherwise a run folder from elsewhere
     could decide which code is executed, or who receives an API key. Raises `ConfigError` if one is
     missing.
     """
@@ -148,9 +149,9 @@ def read_config(run: Path) -> RunConfig:
 
 
 def require_named_trackers(config: RunConfig, named: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a tracker is the user's own code that the command does not name.
+    """Raise `ConfigError` if a tracker in `config` is user code that the command does not name.
 
-    `config` comes from the run folder, and `named` has the options that the command gives.
+    `config` comes from the run folder, and `named` has the options in the command, by name.
     """
     if ":" in config.trackers and "trackers" not in named:
         raise ConfigError(
@@ -160,9 +161,10 @@ def require_named_trackers(config: RunConfig, named: Mapping[str, Any]) -> None:
 
 
 def require_own_folder(config: RunConfig, named: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the command names another recipe or folder than the run it resumes.
+    """Raise `ConfigError` if the command names another recipe or folder than those of the resumed
+    run.
 
-    `config` comes from the run folder, and `named` has the options that the command gives.
+    `config` comes from the run folder, and `named` has the options in the command, by name.
     """
     if named.get("recipe", config.recipe) != config.recipe:
         raise ConfigError(
@@ -185,11 +187,11 @@ def require_own_folder(config: RunConfig, named: Mapping[str, Any]) -> None:
 
 
 def resume_command(run: Path) -> str:
-    """Return the command that resumes the run in a folder, quoted for a shell.
+    """Return the shell command that resumes the run in a folder.
 
-    It names the user's own code, as `load_config` and `require_named_trackers` demand. For a run
-    with Python objects as options, it is a call in Python. If the configuration cannot be read, the
-    command names no code, and reports the problem when it is run.
+    It names user code, as `load_config` and `require_named_trackers` demand. For a run with Python
+    objects as options, it is a call in Python. If the configuration cannot be read, the command
+    names no user code.
     """
     words = ["unstale", "train", "--resume", str(run)]
     try:
@@ -206,9 +208,9 @@ def resume_command(run: Path) -> str:
 
 
 def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
-    """Yield the options of a task that name code outside of this package, with their values.
+    """Yield the options of a task that name code outside of this package, each with its value.
 
-    URLs of endpoints are yielded, too, because they receive the user's API key.
+    URLs of endpoints are included, because endpoints receive the user's API key.
     """
     if find_spec(task.env) is None or HERE in task.env:
         yield "task.env", task.env
@@ -221,9 +223,9 @@ def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
 
 
 def require_same_task(run: Path, config: RunConfig, *, named: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if `config` and the run in a folder differ in options of the task.
+    """Raise `ConfigError` if `config` has other options of the task than the run in a folder.
 
-    Options in `named` may differ, because the command gives them.
+    The options in `named`, which the command gives, may differ.
     """
     stored = asdict(stored_config(RunFolder(run).config()).task)
     now = asdict(config.task)

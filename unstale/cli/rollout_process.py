@@ -1,4 +1,4 @@
-"""The program of a rollout process (`rollout.processes`): it runs episodes for a run."""
+"""The program of a rollout process, which runs a part of a run's episodes (`rollout.processes`)."""
 
 import asyncio
 import os
@@ -24,6 +24,7 @@ from unstale.envs import sandbox
 from unstale.envs.registry import build_taskset
 from unstale.isolation import IsolatedTasks, isolate
 from unstale.isolation.worker import end_with
+from unstale.kept_sets import Truncation
 from unstale.model.loading import load_tokenizer
 from unstale.rollout.generator import Generator
 from unstale.rollout.processes.wire import (
@@ -38,15 +39,15 @@ from unstale.rollout.processes.wire import (
 from unstale.rollout.processes.worker import Outbox, Shard, ShardServer
 
 UNLIMITED = 1 << 60
-"""Number of restarts of engines that a rollout process allows. The run decides whether they
-restart.
+"""Number of restarts of engines that a rollout process allows. The run's main process sets the
+limit.
 """
 
 
 def main(descriptor: str, parent: str) -> None:
-    """Run episodes until the run closes the socket `descriptor`, or ends. Never returns.
+    """Run episodes until the run's main process closes the socket, or ends. Never returns.
 
-    `parent` is the id of the run's process.
+    `descriptor` is the file descriptor of the socket, and `parent` the id of the main process.
     """
     end_with(int(parent))
     limit_threads()
@@ -79,9 +80,9 @@ async def _serve(descriptor: int) -> None:
 
 
 def _make_server(setup: Setup, outbox: Outbox) -> ShardServer:
-    """Create the server that runs the episodes of this process.
+    """Return the object that runs the episodes of this process.
 
-    Raises ValueError if a part that it needs is missing.
+    Raises ValueError if something that it needs is missing.
     """
     config = stored_config(setup.config)
     if config.allow_weak_sandbox:
@@ -110,13 +111,16 @@ def _make_server(setup: Setup, outbox: Outbox) -> ShardServer:
 
 
 def _make_engine(config: RunConfig, sizes: ModelSizes, url: str) -> SharedServer:
-    """Return an engine on the server or engine host at `url`, which the run's process controls."""
+    """Return an engine on the server or engine host at `url`, which the run's main process
+    controls.
+    """
     options = config.engine
     each = EngineOptions(
         config.policy_folder,
         url=url,
         dtype=cast(Dtype, options.dtype),
         quantise=options.quantise,
+        truncation=Truncation(options.top_p, options.top_k, options.min_p),
         max_context=options.max_context,
         keep_cache=options.keep_cache,
         record_experts=config.trainer.routing_replay,

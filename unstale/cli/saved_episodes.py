@@ -1,6 +1,7 @@
-"""The file of `eval --save`: finished episodes, one JSON line each. A repeated command skips these.
+"""The file of `eval --save`: finished episodes of an evaluation, one JSON line each.
 
-The first line describes the policy and the options that all episodes of the file share.
+An evaluation that is repeated with the same file does not run these episodes again. The first line
+describes the policy and the options that all episodes of the file share.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ SHARED = (
     "eval.temperature",
     "engine.max_completion_tokens",
 )
-"""Options, besides those of the task, that must be the same for all episodes of a file."""
+"""Options outside the section `task` that must be the same for all episodes of a file."""
 NO_CHANGE = (
     "task.isolate",
     "task.workers",
@@ -41,15 +42,17 @@ NO_CHANGE = (
     "task.latency_s",
     "task.latency_sigma",
 )
-"""Options of the task that do not change its episodes: processes, token budgets and latencies."""
+"""Options of the section `task` that do not change its episodes, such as the number of
+processes.
+"""
 POLICY_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-"""Patterns of the files in a model folder that determine episodes: weights, configuration,
-tokenizer, template.
+"""Patterns of the files in a model folder that decide about its episodes: weights, configuration,
+tokenizer and chat template.
 """
 
 
 class SavedEpisodes(FinishedEpisodes):
-    """Finished episodes of an evaluation, which are also stored in a file."""
+    """The finished episodes of an evaluation, which are also in a file."""
 
     def __init__(self, file: IO[str], earlier: FinishedEpisodes) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class SavedEpisodes(FinishedEpisodes):
         self._file = file
 
     def add(self, attempt: Attempt, episode: Trajectory) -> None:
-        """Record a finished episode. It is on the disk when the method returns.
+        """Record a finished episode. The method returns when the episode is on disk.
 
         `attempt` is the task and the number of the attempt at this task.
         """
@@ -76,7 +79,9 @@ class SavedEpisodes(FinishedEpisodes):
 
 
 def describe_evaluation(config: RunConfig) -> dict[str, Any]:
-    """Return what all episodes of an evaluation share: options, checksums of policy and data."""
+    """Return what all episodes of an evaluation share: options, and checksums of the policy and the
+    data.
+    """
     shared = {
         name: plain(option.of(config))
         for name, option in options().items()
@@ -99,11 +104,12 @@ def describe_evaluation(config: RunConfig) -> dict[str, Any]:
 
 @contextmanager
 def open_saved(path: Path, config: RunConfig, **more: str | int) -> Iterator[SavedEpisodes]:
-    """Open the file of saved episodes for the evaluation of a configuration, or create it.
+    """Open or create the file of saved episodes for an evaluation. Return a context with its
+    episodes.
 
-    `more` is further data that all episodes share. An incomplete last line is removed, because the
-    earlier command was killed while it wrote. Raises `ConfigError` if the file cannot be used, or
-    is not of this evaluation. The file is then unchanged.
+    `more` is further data that all episodes share. An incomplete last line is removed, as a killed
+    command may leave one. Raises `ConfigError` if the file cannot be used or belongs to another
+    evaluation. The file is then unchanged.
     """
     described = json.loads(json.dumps(describe_evaluation(config) | more))
     defaults = {
@@ -130,11 +136,10 @@ def open_saved(path: Path, config: RunConfig, **more: str | int) -> Iterator[Sav
 def _read(
     path: Path, lines: list[bytes], described: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> FinishedEpisodes:
-    """Return the finished episodes in the complete lines of a file.
+    """Return the finished episodes in the lines of a file.
 
-    `described` is the required content of the first line. `defaults` has the values of options of
-    the task that the first line may lack. Episodes without a recorded reward get none. Raises
-    `ConfigError` if the first line differs from `described`.
+    The first line must have the content `described`. Options of the task that it lacks are taken
+    from `defaults`. Raises `ConfigError` if it differs.
     """
     try:
         if not lines:
@@ -167,7 +172,7 @@ def _read(
 
 
 def _checksum(paths: Iterable[Path]) -> str:
-    """Return a SHA-256 checksum of the names and contents of files."""
+    """Return a SHA-256 checksum over the names and the contents of files."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         digest.update(path.name.encode())

@@ -1,4 +1,4 @@
-"""The command `serve`: serve a policy to agents that the user starts, over HTTP."""
+"""The command `serve`: serve a policy over HTTP, to agents that the user starts."""
 
 import asyncio
 from collections import OrderedDict
@@ -21,15 +21,16 @@ from unstale.rollout.seeds import derive_seed
 from unstale.rollout.transcript import Transcript
 
 MAX_SESSIONS = 1000
-"""Number of named episodes that are kept in memory. With more, the least recently used one is
-dropped.
+"""Number of named episodes that are kept in memory. The least recently used one is dropped for a
+new one.
 """
 
 
 class SessionPool:
     """The episodes of a server, by the name that a client puts into the URL.
 
-    A call with a new name begins an episode, and so does every call without a name.
+    The first call with a name begins an episode. Every call without a name is an episode of its
+    own.
     """
 
     def __init__(self, rollout: AgentRollout, calls: asyncio.TaskGroup, seed: int) -> None:
@@ -62,10 +63,11 @@ def serve(  # noqa: PLR0913 - options of a command
     limit_turns: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Serve a run's policy, or any model folder, until Ctrl-C. Print the base URL and the key.
+    """Serve the policy of a run or model folder until Ctrl-C. Print the base URL and the API key.
 
-    With `limit_turns`, a named episode has as many replies as `learned_limit` says. Raises
-    `ConfigError` for wrong settings, and `RunFailed` if the engine fails.
+    `token` is the key; None makes a random one. With `limit_turns`, a named episode has at most as
+    many replies as `learned_limit` says. Raises `ConfigError` for wrong settings, and `RunFailed`
+    if the engine fails.
     """
     limit = learned_limit(trained, config) if limit_turns else None
     folder = policy_folder(trained)

@@ -1,4 +1,4 @@
-"""Training of a new or resumed run. The trainer runs in this process, and engines in others."""
+"""Train a new or a resumed run. The trainer runs in this process, and engines in others."""
 
 import asyncio
 import os
@@ -69,33 +69,33 @@ FAILURES = (
     *(ExceptionGroup, JournalError, CheckpointError),
     *(OSError, MemoryError, RuntimeError, SystemError, ImportError),
 )
-"""Classes of errors that end a run with a message of one line. Those in the second group may mean
-that files, memory or threads have run out.
+"""Classes of errors that end a run with a message of one line. The message for those in the second
+group says if files, memory or threads have run out.
 """
 
 
 TRACKERS_S = 10.0
-"""Largest number of seconds to wait for experiment trackers if the process must end."""
+"""Largest number of seconds to wait for experiment trackers when the process must end."""
 
 OUTCOMES: Mapping[str, OutcomeKind] = {
     "finished": "finished",
     "Ctrl-C": "stopped",
     "failed": "failed",
 }
-"""The outcome that experiment trackers receive, by the reason for a run's end."""
+"""How a run ended, in the terms of experiment trackers, by the reason that the run logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has finished or stopped."""
+    """A run that has finished or was stopped."""
 
     folder: Path
     report: Path
-    """The path of the report. It does not exist if `unstale.analysis` is not installed."""
+    """The path of the report. There is no such file if `unstale.analysis` is not installed."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of the run, one row per step."""
+        """The metrics of the run, a mapping for each step."""
         return RunFolder(self.folder).metrics()
 
     @property
@@ -112,13 +112,13 @@ def train(
     command: str = "",
     **wrong: Any,
 ) -> Run:
-    """Run `config` to its end, with progress on the terminal.
+    """Train a new run with the options `config` to its end, and show progress on the terminal.
 
-    Writes a run folder with the journal, metrics, the policy as a Hugging Face folder, and a
-    report. `command` is the command line that started the run, for the report. Without it, the
-    report shows a command that repeats the run. Raises `ConfigError` for wrong settings, and
-    `RunFailed` if a component fails. Ctrl-C raises `KeyboardInterrupt` after the folder is written.
-    Whatever ended the run, `unstale train --resume FOLDER` continues it from its last checkpoint.
+    This writes a run folder with the journal, metrics, the policy as a Hugging Face folder, and a
+    report. `command` is the command line that the report shows; by default one that repeats the
+    run. Raises `ConfigError` for wrong settings, and `RunFailed` if a component fails. Ctrl-C
+    raises `KeyboardInterrupt` after the folder is written. Whatever ended the run, `unstale train
+    --resume FOLDER` continues it from its last checkpoint.
     """
     console = console or Console(soft_wrap=True)
     config = require_config(config, wrong)
@@ -157,10 +157,10 @@ def resume(
     console: Console | None = None,
     **wrong: Any,
 ) -> Run:
-    """Continue the run in `folder` from its newest undamaged checkpoint. Return it as `train` does.
+    """Continue the run in `folder` from its newest undamaged checkpoint, as `train` does.
 
-    `config` may differ from the run's configuration in options that can change (`changes_to_run`).
-    Raises `ConfigError` if the folder has no run, or a finished run.
+    `config` may differ from the options of the run where `changes_to_run` allows it. Raises
+    `ConfigError` if the folder has no run, or if the run is finished.
     """
     console = console or Console(soft_wrap=True)
     config = require_config(config, wrong)
@@ -197,9 +197,9 @@ def resume(
 
 
 def require_config(config: object, wrong: Iterable[str] = ()) -> RunConfig:
-    """Return `config`.
+    """Return `config`. Raises `ConfigError` if it is not a `RunConfig`.
 
-    Raises `ConfigError` if it is not a `RunConfig`, or if `wrong` has names of arguments.
+    `wrong` has the names of unknown arguments of the caller, which raise `ConfigError`, too.
     """
     if wrong:
         raise ConfigError(
@@ -215,10 +215,9 @@ def require_config(config: object, wrong: Iterable[str] = ()) -> RunConfig:
 
 
 def _build_first(config: RunConfig, console: Console) -> Components:
-    """Return the components of a new run.
+    """Return the components of a new run. Trainer ranks that die at their start are started again.
 
-    Trainer ranks that die at their start are started again. Raises `RunFailed` if they cannot
-    start.
+    Raises `RunFailed` if they cannot start.
     """
     note = partial(_note, console)
     restarts = 0
@@ -246,9 +245,9 @@ def _note(console: Console, text: str) -> None:
 
 
 def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:
-    """Check the journal of a run. Return its checkpoints and last logged step (-1 if none).
+    """Return the checkpoints in a run's journal, and the last logged step (-1 if none).
 
-    Raises `RunFailed`, before anything is written, if `unstale journal` would find damage.
+    The journal is checked first. Raises `RunFailed`, before anything is written, if it is damaged.
     """
     if not holds_journal(folder / JOURNAL):
         if any((folder / CHECKPOINTS).glob("step*")):
@@ -265,28 +264,33 @@ def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Return True if the last event is the end of the run, logged after the policy was saved."""
+    """Return True if the last event in a run's log is that it finished, which is after the policy
+    is saved.
+    """
     events = list(RunFolder(folder).rows(EVENTS))
     return bool(events) and events[-1].get("reason") == "finished"
 
 
 def _data_of(machine: Components) -> dict[str, str]:
-    """Return a digest of the rows in each split of the tasks. Empty if the tasks are not rows."""
+    """Return a digest of the rows of the data set for each split. Empty if tasks do not come from
+    rows.
+    """
     taskset = machine.taskset
     return data_digests(taskset.inner if isinstance(taskset, IsolatedTasks) else taskset)
 
 
 def _recorded_data(folder: Path) -> dict[str, str] | None:
-    """Return the digests of the rows of each split that the run recorded last.
-
-    None if it recorded none.
+    """Return the digests of the data set's rows that the run recorded last, by split. None without
+    any.
     """
     found = [row["data"] for row in RunFolder(folder).rows(EVENTS) if "data" in row]
     return found[-1] if found else None
 
 
 def _check(config: RunConfig, console: Console) -> None:
-    """Raise `ConfigError` for a configuration that the linter refuses. Print its warnings."""
+    """Print the linter's warnings about a configuration. Raise `ConfigError` if the linter refuses
+    it.
+    """
     if not (local_folder(config) / "config.json").is_file():
         check(config).require()
         _ = config.pretrained_folder  # download or convert it: some warnings depend on its size
@@ -300,9 +304,8 @@ def _check(config: RunConfig, console: Console) -> None:
 
 
 def _check_footprint(config: RunConfig, policy: Policy, folder: Path, console: Console) -> None:
-    """Print the memory and disk space that the run is expected to need.
-
-    Raises `ConfigError` if the disk has too little space.
+    """Print the memory and disk space that the run will need. Raise `ConfigError` if the disk is
+    too full.
     """
     footprint = predict_footprint(config, policy)
     footprint.require_disk(folder)
@@ -310,7 +313,7 @@ def _check_footprint(config: RunConfig, policy: Policy, folder: Path, console: C
 
 
 def _failure(error: BaseException, folder: Path) -> str:
-    """Return one or two sentences that explain why a run failed."""
+    """Return a text that explains why a run failed."""
     if not folder.is_dir():
         return (
             f"the run folder {folder} was removed or renamed while the run wrote to it. Put it "
@@ -323,9 +326,9 @@ def _failure(error: BaseException, folder: Path) -> str:
 
 
 def _return_to(place: Path) -> str:
-    """Change back to `place`, the working folder at the start of the run.
+    """Change the working folder back to `place`, that at the start of the run.
 
-    Return a sentence if code of the task had changed the working folder, otherwise "".
+    Return a sentence if user code had changed it, otherwise "".
     """
     with suppress(OSError):  # a folder may be gone
         now = Path.cwd()
@@ -336,9 +339,9 @@ def _return_to(place: Path) -> str:
 
 
 def _run_to_end(session: "RunSession", console: Console) -> Run:
-    """Train to the end of the run.
+    """Train a run to its end, and return it. The first Ctrl-C stops it in order.
 
-    A second Ctrl-C logs the event `stopped` and ends the process at once.
+    A second one logs the event `stopped` and ends the process at once.
     """
     command = f"to continue: {resume_command(session.log.path)}"
 
@@ -353,9 +356,9 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
 
 
 def _run_and_record(session: "RunSession", console: Console) -> Run:
-    """Train to the end of the run. Then write the report, and save the policy if nothing failed.
+    """Train a run to its end, record how it ended, and return it.
 
-    Return the run.
+    Its components are ended in any case. After Ctrl-C, the policy is saved, too.
     """
     log = session.log
     folder, place = log.path, Path.cwd()
@@ -399,7 +402,7 @@ def _run_and_record(session: "RunSession", console: Console) -> Run:
 
 
 def _try(problem: str, action: Callable[[], None], console: Console) -> None:
-    """Call `action` at the end of a run. If it fails, print `problem` with the error."""
+    """Call `action`, a step at the end of a run. If it fails, print `problem` with the error."""
     try:
         action()
     except FAILURES as error:
@@ -407,7 +410,11 @@ def _try(problem: str, action: Callable[[], None], console: Console) -> None:
 
 
 def _record_end(session: "RunSession", console: Console, reason: str, detail: str) -> None:
-    """Send a run's outcome to trackers, run folder and listeners, such as the report's writer."""
+    """Record how a run ended: for the trackers, in its event log and on the terminal.
+
+    Then the functions that others have declared for the end of a run are called, such as that which
+    writes the report.
+    """
     log = session.log
     quiet = suppress(OSError, JournalError, ConfigError, ImportError, MemoryError)
     with quiet if reason == "failed" else nullcontext():
@@ -448,13 +455,13 @@ def _why_finished(config: RunConfig, folder: Path) -> str:
 
 
 class RunSession:
-    """The part of a run in this process, in one or more segments.
+    """A run in this process. It consists of one or more segments.
 
     An ordinary run is one segment. A deterministic run ends a segment at every checkpoint and loads
     the checkpoint from disk for the next segment, as a resumed run does. So it computes the same
-    numbers whether it is resumed or not. Only the processes of engine and trainer ranks are kept
-    between segments. If a trainer rank dies, the next segment begins at the last checkpoint with
-    new processes.
+    numbers whether it is resumed or not. Only the processes of the engine and of trainer ranks are
+    kept between segments. If a trainer rank dies, the next segment begins at the last checkpoint
+    with new processes.
     """
 
     def __init__(
@@ -475,16 +482,17 @@ class RunSession:
         self._is_new = machine is not None
         self._restarts = 0
         self._ranks = machine.ranks if machine else None
-        """The object that starts the trainer ranks, or None without ranks. It is kept even if no
-        rank runs, because it knows whether ranks need GPUs.
+        """The trainer ranks of the run, or None if its trainer has none. It is kept while no rank
+        runs, because it knows whether the ranks need GPUs.
         """
         self._recorder: RunRecorder | None = None
         self._has_begun = False
 
     def run_segment(self, display: LiveDisplay) -> bool:
-        """Train up to the end of the run. A deterministic run is trained up to the next checkpoint.
+        """Train a segment: to the end of the run or, if it is deterministic, to the next
+        checkpoint.
 
-        At the end of the run, save the policy and return True. Otherwise return False.
+        At the end of the run, the policy is saved. Return True then, otherwise False.
         """
         try:
             done = self._run_segment(display)
@@ -501,9 +509,11 @@ class RunSession:
             self.machine.save_policy(self.log.path / POLICY)
 
     def _end_life(self, error: RanksDied | ExceptionGroup) -> None:
-        """End the engine and all trainer ranks after the death of a rank, so that they can restart.
+        """End the engine and all trainer ranks after one of the ranks has died. They can then start
+        again.
 
-        Other errors are raised again, and so is this one after `cluster.restarts` restarts.
+        If `error` has another cause, or the ranks have started again `cluster.restarts` times, it
+        is raised again.
         """
         died = error if isinstance(error, RanksDied) else error.subgroup(RanksDied)
         if died is None or self._restarts == self.config.cluster.restarts:
@@ -557,10 +567,11 @@ class RunSession:
         )
 
     def _changed_data(self, machine: Components) -> dict[str, Any] | None:
-        """Return digests of the data set's rows, and a text on changes since the run began.
+        """Return the digests of the data set's rows, and a text on how they changed since they were
+        recorded.
 
-        None if the rows have not changed, or if the run has no recorded digests. Raises
-        `ConfigError` if they have changed and `allow_changed_data` is False.
+        None if they have not changed or were not recorded. Raises `ConfigError` if they have
+        changed and the option `allow_changed_data` is False.
         """
         now, before = _data_of(machine), _recorded_data(self.log.path)
         if before is None or now == before:
@@ -579,19 +590,19 @@ class RunSession:
         return {"data": now, "text": text}
 
     def _begin(self) -> None:
-        """Write the options into the run folder, after the engine has started with them.
+        """Write the options of the run into its folder. This is called when the engine has started
+        with them.
 
-        If a resume fails before that, its options are not written, so that they cannot make the
-        next resume fail.
+        If a resume fails before, its options are not written, so they cannot make the next resume
+        fail.
         """
         if not self._has_begun:
             self.log.begin_again(self.config)
         self._has_begun = True
 
     def _build(self, display: LiveDisplay) -> Components:
-        """Return the components of the run for the next segment.
-
-        Engine and trainer ranks that work are reused.
+        """Return the components of the run for its next segment. An engine and ranks that work are
+        reused.
         """
 
         def note(text: str) -> None:
@@ -604,37 +615,36 @@ class RunSession:
         return machine
 
     def _end_stuck(self, reason: str) -> None:
-        """Log the end of a run whose event loop is blocked forever. Called in another thread."""
+        """Log that the run failed, because its event loop is blocked forever. Called in another
+        thread.
+        """
         self.log.failed(reason)
         self.log.event("stopped", reason="failed")
         print_failure("the run failed", reason)
         self._trackers.close(RunOutcome("failed", reason), TRACKERS_S)
 
     def close_trackers(self, outcome: RunOutcome) -> None:
-        """Close the experiment trackers. Log those that fail."""
+        """Close the experiment trackers, which receive how the run ended. Log those that fail."""
         if self._recorder:
             self._recorder.close(outcome)
         else:
             self._trackers.close(outcome)
 
     def close(self) -> None:
-        """Close the engine of a deterministic run, which is kept open between the run's
-        segments.
-        """
+        """Close the engine of a deterministic run. It stays open between the run's segments."""
         if self.machine and self.config.deterministic:
             virtual_clock.run(self.machine.generator.engine.close())
 
     def end_ranks(self) -> None:
-        """End the trainer ranks, if there are any."""
         if self._ranks:
             self._ranks.close()
 
 
 async def _supervise(parts: RunComponents, on_start: Callable[[], None]) -> bool:
-    """Run the training loop and then end its threads. Return True if the run has ended.
+    """Run the training loop and end its threads. Return True if the run has ended, not only a
+    segment.
 
-    `on_start` is called when the engine has started. The engine is closed, unless a further segment
-    uses it.
+    `on_start` is called when the engine has started. The engine is closed at the end of the run.
     """
     done = True
     try:

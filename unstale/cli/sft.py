@@ -1,4 +1,7 @@
-"""The command `sft`: train a recipe's policy on reference replies (supervised fine-tuning)."""
+"""The command `sft`: train a recipe's policy on reference replies (supervised fine-tuning).
+
+A reference is a conversation from a file, whose replies the policy learns.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -42,14 +45,14 @@ from unstale.trainer.local import LocalTrainer
 from unstale.trainer.supervised import CrossEntropy, Otr, reference_batch
 
 NUM_CHECKED_TASKS = 256
-"""Number of training tasks whose tools are compared with each other."""
+"""Number of training tasks whose tools are compared, because a reference names no task."""
 RECORD = "sft.json"
-"""Name of the file in the model folder that has the options and the metrics of every step."""
+"""Name of the file, next to the trained model, with the options and the metrics of every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftOptions:
-    """The options of supervised training that `RunConfig` does not have."""
+    """Options of the command `sft` besides those of a run."""
 
     loss: Literal["cross_entropy", "otr"] = "cross_entropy"
     beta: float = 0.0
@@ -68,7 +71,7 @@ class SftOptions:
     def objective(self, seed: int) -> CrossEntropy:
         """Return the objective that the option `loss` names.
 
-        `seed` is for the objective's random numbers.
+        `seed` is that of its random numbers.
         """
         if self.loss == "otr":
             return Otr(beta=self.beta, samples=self.samples, seed=seed)
@@ -81,7 +84,7 @@ class SftStep:
 
     step: int
     nll: float
-    """Mean of -log pi over the batch's reference tokens, in nats, before the step."""
+    """Mean of -log pi over the tokens of the batch's replies, in nats, before the step."""
     grad_norm: float
 
 
@@ -93,11 +96,11 @@ def sft(
     *,
     console: Console | None = None,
 ) -> Sequence[SftStep]:
-    """Train the policy on the replies of a file, and write it to a new or empty folder.
+    """Train a policy on the replies in the file `data`, and write it to a new or empty folder.
 
-    Return the metrics of each of the `config.max_steps` optimizer steps, which use the options of
-    `trainer`. Prompts, tools and the sampling temperature are those of the recipe. Raises
-    `ConfigError` before training if an option or a row of the file is wrong.
+    `config` has the policy, the prompts and tools, the sampling temperature, the options of
+    `trainer` and the number of optimizer steps (`config.max_steps`). Return the metrics of each
+    step. Raises `ConfigError` before training if an option or a row of the file is wrong.
     """
     folder = Path(folder)
     config = config.with_policy(config.model)  # the recipe's own supervised start is not made
@@ -128,7 +131,9 @@ def sft(
 
 
 def require_plain(config: RunConfig, command: str) -> None:
-    """Raise `ConfigError` for options of a run that a trainer without engines does not have."""
+    """Raise `ConfigError` for options of a run that `command`, which has no engine, cannot
+    apply.
+    """
     if config.cluster.trainers:
         raise ConfigError(f"{command} needs cluster.trainers = 0, got {config.cluster.trainers}")
     for name, coefficient in (
@@ -164,9 +169,8 @@ def learn(
     *,
     console: Console,
 ) -> list[SftStep]:
-    """Train a policy on reference conversations for `config.max_steps` optimizer steps.
-
-    Print the progress. Return the metrics of each step.
+    """Train a policy on references for `config.max_steps` optimizer steps. Return the metrics of
+    each.
     """
     objective = options.objective(config.seed)
     policy.bias_logits(())  # nothing was sampled
@@ -194,9 +198,9 @@ def _have_different_tools(taskset: Any, seed: int) -> bool:
 
 
 def plain_trainer(config: RunConfig, policy: Policy, objective: Any) -> LocalTrainer:
-    """Return a trainer whose objective gets log pi in place of log S.
+    """Return a trainer without an engine. Its objective gets log pi in place of log S.
 
-    With the route `rollout`, `old_logp` is the batch's `behavior_logp`, which is 0.
+    This is because `old_logp` is the batch's `behavior_logp` (route `rollout`), which is 0.
     """
     plain = replace(
         config,
@@ -216,9 +220,8 @@ def plain_trainer(config: RunConfig, policy: Policy, objective: Any) -> LocalTra
 
 
 def _batches(references: Sequence[Reference], size: int, seed: int) -> Iterator[list[Reference]]:
-    """Yield batches of references endlessly, in random order.
-
-    None is repeated before all were used.
+    """Yield batches of references in random order, without end. Each pass uses every reference
+    once.
     """
     order: list[Reference] = []
     for round_number in count():

@@ -1,4 +1,7 @@
-"""The supervised start of a run: its policy is first trained on demonstrations of a task set."""
+"""Train a run's policy on demonstrations before its first step (a supervised start).
+
+Demonstrations are episodes that the task set provides.
+"""
 
 import shutil
 import time
@@ -19,10 +22,11 @@ from unstale.model.policy import Policy
 
 
 def make_start(config: RunConfig, console: Console) -> None:
-    """Write the policy of a run's supervised start, unless an earlier run with equal options did.
+    """Write the policy of a run's supervised start, unless an earlier run with the same options
+    did.
 
-    Nothing is done if `sft.steps` is 0. Raises `ConfigError` if the task set has no demonstrations,
-    or if a demonstration or the chat template cannot be used.
+    Does nothing if the option `sft.steps` is 0. Raises `ConfigError` if the task set has no
+    demonstrations, or if a demonstration or the chat template cannot be used.
     """
     if not config.sft.steps:
         return
@@ -54,10 +58,9 @@ def make_start(config: RunConfig, console: Console) -> None:
 
 
 def demonstrations(config: RunConfig, policy: Policy) -> list[Reference]:
-    """Return the demonstrations for a supervised start as tokens.
+    """Return the task set's demonstrations as conversations in tokens.
 
-    Raises `ConfigError` if the task set has no demonstrations, or if one of them is longer than
-    `engine.max_context`.
+    Raises `ConfigError` if the task set has none, or if one is longer than `engine.max_context`.
     """
     env = config.sft.env or config.task.env
     if config.sft.env and not (find_spec(env) or env.partition(":")[0] in libraries()):
@@ -94,7 +97,7 @@ def demonstrations(config: RunConfig, policy: Policy) -> list[Reference]:
 
 
 def _plain(config: RunConfig) -> RunConfig:
-    """Return a configuration that trains all weights in float32, only on references."""
+    """Return the configuration for training on demonstrations: all weights, in float32."""
     trainer = replace(
         type(config.trainer)(dtype="float32"),
         lr=config.sft.lr,

@@ -1,9 +1,8 @@
-"""The process that supervises a command, and ends it if nothing else can.
+"""Supervise a command from another process, which ends the command if nothing else can.
 
-The command runs in a child process. While the user's code holds Python's interpreter lock there,
-such as a regular expression that backtracks without end, Python runs no signal handler and no time
-limit. The user's code may also end the child without a message. The supervisor runs no code of the
-user.
+The command runs in a child process. User code may hold Python's interpreter lock there without end,
+for example in a regular expression. Python then runs no signal handler and no time limit. User code
+may also end the child without a message. The supervisor itself runs no user code.
 """
 
 import ctypes
@@ -24,24 +23,24 @@ from unstale.frames import lines_of_dump
 from unstale.stop_signals import REPEAT_S, SHOW_CURSOR, connect
 
 SUPERVISED = ("eval", "probe-distillation", "serve", "train")
-"""The commands that run code of the user, such as environments."""
+"""Names of the commands that run user code, such as environments."""
 GRACE_S = 3.0
-"""Seconds within which the child process must end by itself after a second signal."""
+"""Seconds that the child process has to end by itself after a second signal."""
 SILENT_S = 15.0
-"""Seconds without a message from the child after which a warning names the code that it is
-running.
+"""Seconds without a message from the child after which a warning names the user code that it
+runs.
 """
 LIMIT_S = 60.0
-"""Seconds without a message from the child after which it is ended, unless the run sets another
-limit. A healthy child is silent for at most a second.
+"""Seconds without a message from the child after which the supervisor ends it, unless the run sets
+another limit. A child that works is silent for at most a second.
 """
 ANSWER_S = 3.0
-"""Seconds without a message from the child after which the supervisor itself answers the first
-signal.
+"""If the child has sent no message for this many seconds, the supervisor itself answers the first
+signal, such as Ctrl-C.
 """
 TICK_S = 1.0
 _DUMP_S = 0.5
-"""Seconds within which the child must write the stacks of its threads."""
+"""Seconds that the child has to write the stacks of its threads."""
 _MAX_DUMP = 1 << 18
 _MAX_LINES = 3
 _DUMP = signal.SIGRTMAX - 2
@@ -55,9 +54,10 @@ _LOCKED = (
 
 
 def supervise() -> int | None:
-    """Fork, and supervise the child. Return None in the child, and its exit code in the supervisor.
+    """Fork this process. The child returns None, and the parent supervises it and returns its exit
+    code.
 
-    The supervisor returns when the child has ended. Call this before threads are started. Under a
+    The parent returns when the child has ended. Call this before threads are started. Under a
     debugger, and on other systems than Linux, nothing is forked and None is returned.
     """
     if sys.platform != "linux" or sys.gettrace():
@@ -86,10 +86,7 @@ def supervise() -> int | None:
 
 
 class _Supervisor:
-    """The supervisor of a child process, which it may end.
-
-    It passes on signals and reads the child's messages.
-    """
+    """The parent of a child process, to which it passes signals, and which it may end."""
 
     def __init__(self, child: int, pipe: int, dump: IO[bytes]) -> None:
         self._child = child
@@ -98,10 +95,10 @@ class _Supervisor:
         os.set_blocking(pipe, False)
         self._unread = b""
         self._facts: dict[str, str | int | float] = {}
-        """The content of the child's latest message of each kind."""
+        """The content of the child's last message of each kind, by the kind."""
         self._verdict: tuple[str, str, int] | None = None
-        """The reason why the supervisor has ended the child: the reason for the event log, a text,
-        and the exit code. None if it has not ended the child.
+        """Why the supervisor has ended the child: reason for the event log, text, and exit code.
+        None if it has not.
         """
         self._num_signals = 0
         self._last_signal = -REPEAT_S
@@ -109,13 +106,10 @@ class _Supervisor:
         self._is_watching = False
         self._silent_s = 0.0
         self._has_answered = False
-        """True if the supervisor has answered a first signal to which the child does not react."""
+        """True if the supervisor has answered a signal because the child did not."""
 
     def wait(self) -> int:
-        """Pass on signals to the child and read its messages.
-
-        When it has ended, return the exit code.
-        """
+        """Pass signals to the child and read its messages until it ends. Return the exit code."""
         since = time.monotonic()
         while True:
             info = signal.sigtimedwait(_AWAITED, TICK_S)
@@ -134,7 +128,10 @@ class _Supervisor:
                 self._check()
 
     def _receive(self, info: signal.struct_siginfo) -> None:
-        """Count a signal. Pass it on to the child, unless the terminal has sent it to both."""
+        """Count a signal.
+
+        Pass it to the child, unless the terminal has sent it to both processes.
+        """
         if info.si_code <= 0:
             os.kill(self._child, info.si_signo)
         now = time.monotonic()
@@ -183,10 +180,7 @@ class _Supervisor:
         os.kill(self._child, signal.SIGKILL)
 
     def _standing(self) -> str:
-        """Return the lines of the user's code that the child's threads are executing.
-
-        Empty if not known.
-        """
+        """Return the lines of user code at which the child's threads are. Empty if not known."""
         self._dump.truncate(0)
         os.kill(self._child, _DUMP)
         time.sleep(_DUMP_S)
@@ -198,9 +192,9 @@ class _Supervisor:
         return f": {'; '.join(lines[:_MAX_LINES])}" if lines else ""
 
     def _conclude(self, code: int) -> int:
-        """Return the supervisor's exit code, given the child's exit code.
+        """Return the exit code, given the child's own.
 
-        If the child has not reported its end, print the cause, and write it to the run folder.
+        If the child has not reported how it ended, this is printed and written to the run folder.
         """
         if self._verdict is None and "ended" in self._facts:
             return int(self._facts["ended"])
@@ -220,9 +214,9 @@ class _Supervisor:
         return shown
 
     def _cause(self, code: int) -> str:
-        """Return a text on how the child ended, if it has not reported its end.
+        """Return a text on how the child ended without a report.
 
-        `code` is the exit code, or the negative number of a signal.
+        `code` is its exit code, or the negative number of the signal that ended it.
         """
         if code >= 0:
             how = f"ended with exit code {code} before the command had finished"
@@ -245,7 +239,7 @@ def _signal_name(number: int) -> str:
 
 
 def _write_end(folder: Path, reason: str, text: str) -> None:
-    """Write the reason for a run's end into its folder, unless the run has written it itself."""
+    """Write how a run ended into its event log, unless the run has done so itself."""
     events = list(RunFolder(folder).rows(EVENTS))
     if events and events[-1].get("kind") == "stopped":
         return

@@ -1,6 +1,4 @@
-"""The checks of `check-template`: requirements on random conversations rendered by a chat
-template.
-"""
+"""The checks of `check-template`: requirements that a chat template must meet for conversations."""
 
 import random
 import re
@@ -53,25 +51,27 @@ _TEXTS = (
 )
 _LONG_TEXT = "word " * 500
 EXCERPT = 160
-"""Number of characters of text that a message shows around a problem."""
+"""Number of characters around a problem that a message shows."""
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _THOUGHTS = re.compile(r"<think>.*?</think>|\s+", re.DOTALL)
 QUESTION = Message("user", "?")
 CONVERSATION_S = 30.0
-"""Time limit, in seconds, for all checks of a conversation and for shortening it. Usual is 0.01 s.
-"""
+"""Largest number of seconds for checking one conversation and shortening it. Usual is 0.01 s."""
 
 Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A requirement that a conversation does not meet, with an excerpt that shows the problem."""
+    """A requirement that is not met for a conversation.
+
+    The excerpt of the rendered text shows it.
+    """
 
     reason: str
     excerpt: str = ""
     harmless: bool = False
-    """True if conversations are continued exactly although they have the problem."""
+    """True if the template can continue conversations exactly in spite of the problem."""
 
 
 Check = Callable[[Chat, Messages], Problem | None]
@@ -79,9 +79,9 @@ Check = Callable[[Chat, Messages], Problem | None]
 
 @dataclass(slots=True)
 class CheckResult:
-    """The result of one check: how many conversations passed, and problems by their reason.
+    """The result of one check: how many conversations passed, and the problems that were found.
 
-    Each problem has the shortest conversation that shows it.
+    `problems` has, by reason, a problem and the shortest conversation that shows it.
     """
 
     name: str
@@ -94,9 +94,9 @@ class CheckResult:
 
 
 def run_checks(chat: Chat, conversations: int) -> list[CheckResult]:
-    """Run every check on the same random conversations. Return one result for each check.
+    """Run all checks of a chat template on random conversations. Return a result for each check.
 
-    Raises `EnvError` if a conversation takes too long and a `Watchdog` runs.
+    `conversations` is their number. Raises `EnvError` if one takes too long and a `Watchdog` runs.
     """
     results = {check: CheckResult(name) for name, check in CHECKS.items()}
     for seed in track(range(conversations), "conversations", transient=True):
@@ -128,9 +128,9 @@ def _run(check: Check, chat: Chat, messages: Messages) -> Problem | None:
 def shrink(
     check: Check, chat: Chat, messages: Messages, problem: Problem
 ) -> tuple[Problem, Messages]:
-    """Remove messages from a conversation as long as the same problem remains.
+    """Remove messages from a conversation as long as `check` finds the same problem.
 
-    Return the remaining conversation and its problem.
+    Return the problem and the remaining conversation.
     """
     for smaller in _smaller(messages):
         again = _run(check, chat, smaller)
@@ -173,10 +173,10 @@ def _is_valid(messages: Messages) -> bool:
 
 
 def generate(chat: Chat, draw: random.Random) -> Messages:
-    """Return a random conversation that ends before a reply.
+    """Return a random conversation that ends before a reply. `draw` is the source of random
+    numbers.
 
-    `draw` is the source of random numbers. The conversation has tool calls and reasoning texts if
-    the template supports them.
+    It has tool calls and reasoning if the template supports them.
     """
     controls = []
     for control in chat.control_texts:
@@ -206,9 +206,9 @@ def _renders(chat: Chat, messages: Messages) -> Problem | None:
 
 
 def _refusal(messages: Messages, error: Exception) -> Problem:
-    """Return a problem for an error that the chat template raised.
+    """Return a problem for an error that the template raised for a conversation.
 
-    It is harmless if the conversation has more than plain messages of user and assistant.
+    It is harmless if the conversation has other messages than plain ones of user and assistant.
     """
     plain = all(
         message.role in ("user", "assistant") and not message.tool_calls for message in messages
@@ -235,7 +235,7 @@ def _prompts(chat: Chat, messages: Messages) -> Problem | None:
 
 
 def _begins_reply(chat: Chat, messages: Messages, prompt: str) -> bool:
-    """Return True if the template writes a reply right after `prompt`, with no text between."""
+    """Return True if the template writes a reply directly after `prompt`, without other text."""
     reply = Message("assistant", STAND_IN)
     whole = chat.render([*messages, reply], add_generation_prompt=False)
     return whole.startswith(prompt) and whole[len(prompt) :].lstrip().startswith(STAND_IN)
@@ -348,7 +348,7 @@ def _recognizes(chat: Chat, messages: Messages) -> Problem | None:
 
 
 def _reply_tokens(chat: Chat, reply: Message) -> tuple[int, ...]:
-    """Return the tokens that the template writes for a reply, including its end token."""
+    """Return the tokens that the template writes for a reply, with its end token."""
     prompt = chat.encode_prompt([QUESTION])
     whole = chat.encode_prompt([QUESTION, reply], add_generation_prompt=False)
     if whole[: len(prompt)] != prompt:
@@ -411,7 +411,7 @@ CHECKS: dict[str, Check] = {
 
 
 def _divergence(one: str, other: str) -> str:
-    """Return an excerpt of `one` around the first place where it differs from `other`."""
+    """Return an excerpt of `one` around the first character at which it differs from `other`."""
     at = len(commonprefix([one, other]))  # noqa: RUF071 - by character
     half = EXCERPT // 2
     before = one[max(0, at - half) : at]

@@ -1,4 +1,4 @@
-"""The policy and the configuration of a run folder or model folder. Imports no torch."""
+"""Find the policy and the configuration of a run folder or model folder. Imports no torch."""
 
 import argparse
 import shlex
@@ -20,7 +20,8 @@ POLICY = "policy"
 
 
 def policy_folder(trained: Path) -> Path:
-    """Return the folder of the policy in a run folder, or `trained` itself if it is no run folder.
+    """Return the model folder of a run's policy. A `trained` that is no run folder is returned
+    itself.
 
     Raises `ConfigError` for a run without a trained policy.
     """
@@ -37,10 +38,11 @@ def policy_folder(trained: Path) -> Path:
 
 
 def _require_model(folder: Path, *, download: bool, gguf: str) -> None:
-    """Raise `ConfigError` unless `folder` names a model folder, a GGUF file or a known model.
+    """Raise `ConfigError` unless `folder` is a model folder, a GGUF file or the name of a known
+    model.
 
-    `gguf` is the name of a file in the folder, or empty. A model of the hub must be in the local
-    cache unless it may be downloaded. It is not downloaded here.
+    `gguf` is the name of a GGUF file in the folder, or empty. With `download`, a model of the hub
+    need not be in the local cache. Nothing is downloaded here.
     """
     if str(folder) in SHIPPED_POLICIES or (folder / "config.json").is_file():
         return
@@ -64,20 +66,21 @@ def _require_model(folder: Path, *, download: bool, gguf: str) -> None:
 
 
 def fetch_policy(config: RunConfig, named: Container[str]) -> RunConfig:
-    """Download or convert the policy if needed. Return the configuration.
+    """Download or convert the policy if needed. Return the configuration with `fit_context`
+    applied.
 
-    `engine.max_context` is then limited to the policy's longest context (`fit_context`). Raises
-    `ConfigError` for a missing model.
+    `named` has the options in the command. Raises `ConfigError` if there is no such model.
     """
     require_model(config.pretrained_folder)
     return fit_context(config, named)
 
 
 def configure_trained(chosen: argparse.Namespace) -> RunConfig:
-    """Return the configuration for evaluating or serving the policy of a run or model folder.
+    """Return the configuration with which the policy of a run or model folder is evaluated or
+    served.
 
-    Raises `ConfigError` for a model folder without a recipe, and if the recipe's task is not that
-    of the run.
+    Raises `ConfigError` for a model folder without a recipe, or if the recipe's task is not that of
+    the run.
     """
     values = file_values(chosen)
     if policy_folder(chosen.trained) == chosen.trained:

@@ -1,4 +1,4 @@
-"""The limit of turns that `eval` and `serve` take over from the episodes of a run."""
+"""The limit on turns that the commands `eval` and `serve` derive from the episodes of a run."""
 
 from pathlib import Path
 
@@ -9,10 +9,11 @@ from unstale.techniques.limits import LimitsConfig, limit_at
 
 
 def learned_limit(run: Path, config: RunConfig) -> TurnLimit:
-    """Return the limit of turns at a quantile of the latest successes in a run's journal.
+    """Return a limit on turns: a quantile of the turns of the latest successes in a run's journal.
 
-    The options are those of the technique `limits` in `config`, or else its defaults. Only groups
-    without a limit count, as in training. Raises `ConfigError` if there are too few successes.
+    Quantile and number of successes are options of the technique `limits` in `config`, or its
+    defaults. Only groups without a limit count, as in training. Raises `ConfigError` if there are
+    too few successes.
     """
     options = config.technique_options.get("limits") or LimitsConfig()
     assert isinstance(options, LimitsConfig)

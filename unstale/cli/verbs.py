@@ -1,7 +1,7 @@
 """The commands of the command line: their arguments, and the functions that do their work.
 
-A function returns the exit code of its command. Modules that import torch are imported when a
-command runs, so that `--help` is quick.
+Such a function returns the exit code of its command. It imports modules that need torch only when
+it is called, so that `--help` is quick.
 """
 
 import argparse
@@ -46,12 +46,14 @@ Act = Callable[[argparse.Namespace], int]
 
 
 Add = Callable[[Any], None]
-"""A function that adds a command to the subparsers of argparse."""
+"""The type of functions that add a command to the subparsers of argparse."""
 VERBS: dict[str, Add] = {}
-"""The commands that this file declares, by name."""
+"""The commands that this file declares, by name, each with the function that adds it to
+argparse.
+"""
 ADDED = Plugins("unstale.verbs", Callable)
 ANNEX = {name.replace("_", "-"): place for name, place in modules(ADDED.group).items()}
-"""The modules that declare commands in `unstale.analysis` and `unstale.research`, by command. Each
+"""The modules in `unstale.analysis` and `unstale.research` that declare commands, by command. Each
 has a function `add`.
 """
 
@@ -63,7 +65,7 @@ def verb_names() -> list[str]:
 
 
 def unknown_verb(name: str) -> ConfigError:
-    """Return the error for the name of a command that does not exist."""
+    """Return the error for a command `name` that does not exist. Its text names a similar one."""
     if name == "align":
         return ConfigError("align is now probe-distillation")
     hint = nearest(name, verb_names()) + missing_annexes()
@@ -71,7 +73,7 @@ def unknown_verb(name: str) -> ConfigError:
 
 
 def add_verb(name: str, verbs: Any, *, listed: bool) -> None:
-    """Add a command to argparse's subparsers `verbs`.
+    """Add the command `name` to `verbs`, the subparsers of argparse.
 
     With `listed`, a command of another distribution is only listed, and not imported. Raises
     `ConfigError` if such a command is broken.
@@ -90,9 +92,9 @@ def add_verb(name: str, verbs: Any, *, listed: bool) -> None:
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """Return the parameters of `ArgumentParser.add_argument` for one argument of a command.
+    """Return the description of an argument of a command, for `verb` and `command`.
 
-    They are passed to `verb` or `command`, which declare commands.
+    The parameters are those of `ArgumentParser.add_argument`.
     """
     return names, options
 
@@ -100,8 +102,7 @@ def argument(*names: str, **options: Any) -> Argument:
 def command(name: str, about: str, *arguments: Argument) -> Callable[[Act], Add]:
     """Return a decorator for the function that does a command's work.
 
-    `about` is the command's help. The decorated function becomes one that adds the command to the
-    command line.
+    It turns the function into one that adds the command to argparse. `about` is the command's help.
     """
 
     def declare(act: Act) -> Add:
@@ -119,9 +120,8 @@ def command(name: str, about: str, *arguments: Argument) -> Callable[[Act], Add]
 
 
 def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
-    """Return a decorator that makes a function of this file a command.
-
-    `about` is the command's help.
+    """Return a decorator for a function of this file that does a command's work. `about` is its
+    help.
     """
 
     def register(act: Act) -> Act:
@@ -151,7 +151,7 @@ CONFIG = argument(
     help="a file with the options below, one table per section; the command line wins. "
     "It may also be given in place of the recipe",
 )
-"""The argument `--config`. A command that has it also accepts every option of a run."""
+"""The argument `--config`. A command with it also accepts every option of a run."""
 CONFIG_OF_RUN = argument(
     "--config",
     type=Path,
@@ -159,7 +159,7 @@ CONFIG_OF_RUN = argument(
     help="a file with options that replace those of the run, one table per section; the command "
     "line wins",
 )
-"""The argument `--config` of a command on a run folder. Such a command accepts no recipe."""
+"""The argument `--config` of a command on a run folder, which accepts no recipe."""
 
 
 LIMIT_TURNS = argument(
@@ -168,16 +168,16 @@ LIMIT_TURNS = argument(
     help="limit the turns of an episode by the run's successes, as the technique limits does",
 )
 COUNT = bounded(int, 1, 10_000)
-"""The type of an argument that is a number of runs or attempts, 1 to 10000."""
+"""The type of an argument that is a number of runs or attempts, from 1 to 10000."""
 
 
 def options_of(kind: Any, chosen: argparse.Namespace) -> Any:
-    """Return an object of a dataclass whose fields are arguments with the same names."""
+    """Return an object of the dataclass `kind`, with the arguments of a command as its fields."""
     return kind(**{field.name: getattr(chosen, field.name) for field in fields(kind)})
 
 
 def console_of(chosen: argparse.Namespace) -> Console:
-    """Return the console for progress and tables. It is stderr with `--json`, otherwise stdout."""
+    """Return the console for progress and tables: stderr with `--json`, otherwise stdout."""
     return Console(stderr=chosen.json, soft_wrap=True)
 
 
@@ -283,7 +283,7 @@ def _eval(chosen: argparse.Namespace) -> int:
 
 @contextmanager
 def open_journal(run: Path) -> "Iterator[JournalReader]":
-    """Return a context with an open journal of a run folder.
+    """Return a context with a reader of a run's journal.
 
     If the journal cannot be read, the command ends with exit code 1.
     """
@@ -368,7 +368,9 @@ def _export_trajectories(chosen: argparse.Namespace) -> int:
 
 @contextmanager
 def _write_errors(path: Path) -> "Iterator[None]":
-    """Return a context that raises `ConfigError` if the file of `--out` cannot be written."""
+    """Return a context that raises `ConfigError` if the file of the argument `--out` cannot be
+    written.
+    """
     try:
         yield
     except OSError as error:

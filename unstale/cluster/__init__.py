@@ -1,1 +1,1 @@
-"""Parts of a run on other machines, connected by Ray. Only this package imports ray."""
+"""Parts of a run on other machines, connected by Ray. No other package imports ray."""

@@ -1,4 +1,7 @@
-"""The components of a run that work with trainer ranks or engine hosts."""
+"""Functions that make the components of a run with trainer ranks or engine hosts.
+
+Trainer ranks are processes that share the trainer's work. Engine hosts are machines with engines.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,8 +25,8 @@ from unstale.engines.routing import Phases
 def connect_run(config: RunConfig) -> None:
     """Connect to Ray for a run's trainer ranks and engine hosts.
 
-    Raises `ConfigError` if Ray cannot be used. If this call starts Ray, the ranks only see their
-    own GPUs.
+    If this starts Ray, the ranks see only the GPUs that are meant for them. Raises `ConfigError` if
+    Ray cannot be used.
     """
     cluster = config.cluster
     resources = {RESOURCE: cluster.engine_hosts} if cluster.engine_hosts else {}
@@ -35,7 +38,8 @@ def make_host_pool(
     make: Callable[[EngineOptions], Engine],
     engines: Sequence[EngineOptions],
 ) -> EnginePool:
-    """Connect to Ray and return a pool of engine hosts, which are not started yet.
+    """Connect to Ray and return a pool of engine hosts (machines with engines), which are not
+    started yet.
 
     Each host calls `make` for each of `engines`. Raises `ConfigError` if Ray cannot be used.
     """
@@ -63,15 +67,16 @@ def ray_address() -> str:
 def make_posts(
     cluster: ClusterConfig, read: Callable[[int], Mapping[str, Tensor]], dtype: torch.dtype
 ) -> WeightPosts | None:
-    """Return the store from which engine hosts fetch weights. None if the run has no engine hosts.
+    """Return the store from which engine hosts fetch weights, or None if the run has no engine
+    hosts.
 
-    `read` returns the full weights of a version on disk.
+    `read` returns the full weights of a version on disk. `dtype` is the precision in the store.
     """
     return WeightPosts(read, dtype=dtype) if cluster.engine_hosts else None
 
 
 def report_events(engine: Engine, on_event: Callable[..., None]) -> None:
-    """Make the engine hosts of a pool call `on_event` with each event of their engines."""
+    """Let `on_event` be called with each event of the engines of the engine hosts in a pool."""
     for each in engine.engines if isinstance(engine, EnginePool) else ():
         if isinstance(each, HostedEngine):
             each.on_event = on_event

@@ -1,8 +1,8 @@
 """The engines of one machine, in a Ray actor on that machine.
 
 The actor starts the engines or connects to their servers, and keeps the weights in shared memory.
-If an engine dies, the actor restarts it with these weights, without the rest of the run.
-`HostedEngine` is the main process's side of the actor.
+If an engine dies, the actor restarts it with these weights, without help from the rest of the run.
+The run's main process uses the actor through a `HostedEngine`.
 """
 
 import asyncio
@@ -26,22 +26,25 @@ from unstale.threads import in_thread
 from unstale.weights.codec import advance
 
 SMALL_EXPERTS_BYTES = 1 << 18
-"""Largest size, in bytes, of routed experts that are sent within their reply. Up to this size, that
-takes less time than the object store, and the message stays below 1 MB.
+"""Largest size in bytes of routed experts (the experts that an MoE model chose) that are sent in
+their reply. Larger ones go through Ray's object store, which is faster for them and keeps messages
+below 1 MB.
 """
 
 Event = tuple[str, Mapping[str, Any]]
-"""The kind and the fields of an event for the run's log."""
+"""The kind and the details of an event, for the run's log."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """The options for the engines of one host."""
+    """The options for the engines of one engine host."""
 
     make: Callable[[EngineOptions], Engine]
     engines: tuple[EngineOptions, ...]
     restarts: int = 0
-    """Number of restarts of engines on this host. After these, the host counts as failed."""
+    """Number of restarts of engines that are allowed on this host. The next death is a failure of
+    the host.
+    """
     release: str = unstale.__version__
     """The version of this package in the process that trains."""
 
@@ -74,22 +77,24 @@ class HostOptions:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """The state of a host, and its counters and events since its last report."""
+    """The state of an engine host, and its counters and events since its last report."""
 
     machine: str
     held: int
-    """The version of the weights that the host has in shared memory. -1 if there are none."""
+    """The version of the weights in the host's shared memory. -1 if there are none."""
     counters: Mapping[str, float]
-    """The counters that `Engine.metrics` returns. Empty except after an interrupt."""
+    """The counters of the host's engines (`Engine.metrics`). Only the report of an interrupt has
+    them.
+    """
     events: Sequence[Event]
 
 
 @dataclass(frozen=True, slots=True)
 class HostReply:
-    """An engine's reply, as a host sends it.
+    """An engine's reply, as an engine host sends it.
 
-    Large routed experts are in Ray's object store instead of `reply`, and `routed_experts` refers
-    to them.
+    Large routed experts are not in `reply` but in Ray's object store, to which `routed_experts`
+    refers.
     """
 
     reply: Reply
@@ -99,8 +104,8 @@ class HostReply:
 class EngineHost:
     """The engines of one machine, as a Ray actor. There is one on each engine host.
 
-    `epoch` is the number of the period between two interrupts. A request of an earlier period
-    arrived after the interrupt that should have ended it, and returns no tokens.
+    `epoch` is the number of the period between two interrupts. A request with the number of an
+    earlier period arrived after the interrupt that should have ended it. It returns no tokens.
     """
 
     def __init__(self, options: HostOptions) -> None:
@@ -116,7 +121,9 @@ class EngineHost:
         """Do nothing. An answer shows that the host works."""
 
     async def start(self, epoch: int) -> HostReport:
-        """Start the engines, or start them again. The weights in shared memory are kept."""
+        """Start the engines, or start them again, in the period `epoch`. Weights in shared memory
+        are kept.
+        """
         self._epoch = epoch
         self._version = -1
         if self._pool is None:
@@ -147,7 +154,10 @@ class EngineHost:
             self._samples.discard(task)
 
     async def interrupt(self, epoch: int) -> HostReport:
-        """Interrupt the engines. Requests that are waiting for an engine return no tokens."""
+        """Interrupt the engines, and begin the period `epoch`.
+
+        Requests that are waiting for an engine return no tokens.
+        """
         pool = self._started()
         self._epoch = epoch
         await pool.interrupt()
@@ -161,10 +171,11 @@ class EngineHost:
     ) -> HostReport:
         """Create the weights of `version` in shared memory, and stage them in the engines.
 
-        They are made from `full` weights, or from the held version `held` if `full` is None, by
-        applying `deltas` in order. Full weights of several trainer ranks are a file of zeros, to
-        which each rank's delta is applied. Raises ValueError for weights that do not fit, or deltas
-        of other weights. The host then needs full weights.
+        They are made by applying `deltas` in order: to the weights `full`, or, if `full` is None,
+        to the weights in shared memory, which must be version `held`. If each trainer rank has a
+        part of the weights, `full` is a file of zeros, and each rank's delta makes its part. Raises
+        ValueError for weights that do not fit, or deltas of other weights. The host then needs full
+        weights.
         """
         await in_thread(self._weights.change, version, held, full, deltas)
         await self._started().stage(self._weights.shared, version)
@@ -173,7 +184,7 @@ class EngineHost:
     async def load(self, version: int) -> HostReport:
         """Load the weights that `stage` prepared last into all engines of the host.
 
-        Raises `EngineDied` if they are not those of `version`.
+        Raises `EngineDied` if those are not the weights of `version`.
         """
         if self._weights.version != version:
             raise EngineDied(f"version {version} was not staged, but {self._weights.version}")
@@ -207,7 +218,7 @@ class EngineHost:
 
 
 def _post(reply: Reply) -> HostReply:
-    """Return a reply whose large routed experts were moved to Ray's object store."""
+    """Return a reply after moving its large routed experts to Ray's object store."""
     assert reply.piece.routed_experts is not None
     piece = replace(reply.piece, routed_experts=None)
     return HostReply(replace(reply, piece=piece), PostedExperts.post(reply.piece.routed_experts))
@@ -229,7 +240,8 @@ class _HeldWeights:
     ) -> None:
         """Turn the weights in shared memory into those of `version`.
 
-        The arguments are those of `stage`. Raises ValueError if the deltas do not fit.
+        The arguments are those of `EngineHost.stage`. Raises ValueError if the deltas do not fit,
+        and `EngineDied` if the weights in shared memory are not version `held`.
         """
         with self.shared.changing():
             if full is None and self.version != held:  # another call came between
@@ -242,17 +254,16 @@ class _HeldWeights:
             self.version = version
 
     def close(self) -> None:
-        """Remove the file of the weights.
-
-        Wait for a thread that is still changing it for a cancelled `stage`.
+        """Remove the file of the weights. This waits for a thread that still changes it for a
+        cancelled `stage`.
         """
         with self.shared.changing():
             self.shared.close()
 
     def copy(self, version: int) -> dict[str, Tensor]:
-        """Return a copy of the shared weights, which an engine can load while new ones arrive.
+        """Return a copy of the shared weights, which an engine can load while new weights arrive.
 
-        Raises `WeightsReplaced` if the shared weights are not of this version.
+        Raises `WeightsReplaced` if the shared weights are not those of `version`.
         """
         with self.shared.reading():
             if self.version != version:

@@ -1,4 +1,6 @@
-"""Published weights in Ray's object store, from which engine hosts fetch what they need."""
+"""Published weights in Ray's object store, from which engine hosts (machines with engines) fetch
+them.
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,8 @@ from unstale.weights.store import Delta
 class VersionOfWeights(PostedWeights):
     """The weights of one version, in Ray's object store.
 
-    Engine hosts fetch the `objects`. Others use this as a mapping of full weights, by name.
+    Engine hosts fetch `objects`. Other code uses the object as a mapping of full weights by name,
+    which are read from disk.
     """
 
     def __init__(self, posts: "WeightPosts", version: int, nbytes: int = 0) -> None:
@@ -25,12 +28,12 @@ class VersionOfWeights(PostedWeights):
         self._weights: Mapping[str, Tensor] | None = None
 
     def objects(self, held: int) -> tuple[Reference | None, list[Reference]]:
-        """Return the objects from which a host with version `held` can make this version.
+        """Return references to the objects from which a host that has version `held` makes this
+        version.
 
-        They are full weights or None, and deltas to apply in order. None means that the deltas are
-        applied to version `held`. All are references to objects in Ray's store. May read the
-        weights from disk, so call it in a thread. Raises LookupError if this version is no longer
-        on disk.
+        They are full weights and deltas to apply to them in order. If the full weights are None,
+        the deltas apply to version `held`. The call may read weights from disk, so make it in a
+        thread. Raises LookupError if this version is no longer on disk.
         """
         return self._posts.objects(held, self._version)
 
@@ -52,39 +55,41 @@ class VersionOfWeights(PostedWeights):
 class WeightPosts:
     """The newest versions in Ray's object store: deltas, and full weights while they are needed.
 
-    `read` returns the full weights of a version on disk. They are posted in the precision `dtype`.
-    Deltas are kept until together they exceed the full weights. Full weights are kept until the
-    next version is posted; a host that needs them later gets them from disk.
+    `read` returns the full weights of a version on disk. They are stored in the precision `dtype`.
+    The oldest deltas are dropped once all together are larger than the full weights. Full weights
+    are kept until the next version is added. A host that needs them later gets them from disk.
     """
 
     def __init__(self, read: Callable[[int], Mapping[str, Tensor]], *, dtype: torch.dtype) -> None:
         self._read_from_disk = read
         self._dtype = dtype
         self._steps: list[PostedStep] = []
-        """A chain of deltas: each leads from the version at which the one before ends."""
+        """A chain of deltas: each one leads from the version at which the one before it ends."""
         self._full: tuple[int, Reference, Sequence[Reference]] | None = None
-        """Version and file of full weights in the store, and the deltas from the file's content to
-        this version.
+        """The version of the full weights in the store, a reference to their file, and the deltas
+        that lead from the file's content to this version.
         """
         self._full_bytes = 0
         self._lock = threading.Lock()
-        """A lock for the fields of this object. No thread holds it during a transfer."""
+        """A lock that guards the fields of this object. No thread holds it during a transfer."""
         self._reading = threading.Lock()
         """A lock that a thread holds while it reads full weights from disk."""
 
     def post(
         self, version: int, weights: Mapping[str, Tensor], delta: Delta | None
     ) -> VersionOfWeights:
-        """Put a version into the store: the given delta from the previous one, else all weights."""
+        """Put a version into the store: as `delta` from the previous version, or, if that is None,
+        as a whole.
+        """
         if delta is None:
             cast = {name: tensor.detach().to(self._dtype) for name, tensor in weights.items()}
             return self._post_full(version, put(file_of(cast)), [], num_bytes(cast))
         return self._post(PostedStep(delta.base, version, delta.nbytes, [put_delta(delta)]))
 
     def post_parts(self, step: PostedStep, layout: Mapping[str, Tensor]) -> VersionOfWeights:
-        """Register a version whose parts the trainer ranks have put into the store.
+        """Add a version whose parts the trainer ranks have already put into the store.
 
-        `layout` has a tensor of the name, size and dtype of each full weight.
+        `layout` has a tensor with the name, shape and dtype of each weight.
         """
         if step.base != -1:
             return self._post(step)
@@ -92,7 +97,7 @@ class WeightPosts:
         return self._post_full(step.version, zeros, step.deltas, num_bytes(layout))
 
     def at(self, version: int) -> VersionOfWeights:
-        """Return the weights of a version that was posted, or that is only on disk."""
+        """Return the weights of a version that is in the store or only on disk."""
         return VersionOfWeights(self, version)
 
     def read(self, version: int) -> dict[str, Tensor]:
@@ -101,10 +106,11 @@ class WeightPosts:
         return {name: tensor.detach().to(self._dtype) for name, tensor in weights.items()}
 
     def objects(self, held: int, version: int) -> tuple[Reference | None, list[Reference]]:
-        """Return the objects from which a host with version `held` can make `version`.
+        """Return references to the objects from which a host that has version `held` makes
+        `version`.
 
-        They are full weights or None, and deltas to apply in order. None means that the deltas are
-        applied to version `held`. Weights that are not in the store are read from disk.
+        They are full weights and deltas to apply to them in order. If the full weights are None,
+        the deltas apply to version `held`. Weights that are not in the store are read from disk.
         """
         with self._lock:
             found = self._find(held, version)
@@ -152,9 +158,8 @@ class WeightPosts:
         return None if deltas is None else (file, [*from_zeros, *deltas])
 
     def _path(self, held: int, version: int) -> list[Reference] | None:
-        """Return the deltas that lead from version `held` to `version`.
-
-        None if the store lacks one.
+        """Return the deltas that lead from version `held` to `version`, or None if the store lacks
+        one.
         """
         if held == version:
             return []

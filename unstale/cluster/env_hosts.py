@@ -1,7 +1,8 @@
 """Environments on other machines, in worker processes that Ray actors start there.
 
-`RemoteWorker` is the run's side of one worker, in place of `isolation.process.Worker`. `EnvHost` is
-the actor on the other machine. It supervises its worker process as a run does on its own machine.
+The run uses a `RemoteWorker` for each worker process, in place of an `isolation.process.Worker`.
+`EnvHost` is the actor on the other machine. It supervises its worker process as a run does on its
+own machine.
 """
 
 import asyncio
@@ -30,10 +31,13 @@ _PLACE_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class HostAnswer:
-    """The answer to a call of a worker process, and the state of the process afterwards."""
+    """The answer of a worker process to a call, and the state of the process afterwards.
+
+    `ended`, `retired` and `suspects` are those of `isolation.process.Worker`.
+    """
 
     row: Row | None
-    """The answer of the called method. None if the process ended before it answered."""
+    """The result of the called method. None if the process ended before it answered."""
     ended: str
     retired: str
     suspects: frozenset[str]
@@ -51,9 +55,8 @@ class EnvHost:
         """Do nothing. An answer shows that the actor runs on a machine."""
 
     async def start(self) -> HostAnswer:
-        """Start the worker process.
-
-        The answer has no row if the process cannot create the task set.
+        """Start the worker process. The answer has no row if the process cannot create the task
+        set.
         """
         self._worker = ConcurrentWorker(self._options, self._memory_gb, lambda worker: None)
         self._worker.num_episodes = 1  # never 0: the run decides when it ends
@@ -66,9 +69,10 @@ class EnvHost:
     async def call(
         self, num_episodes: int, episode: int, method: str, task: Task, fields: Row
     ) -> HostAnswer:
-        """Call a method of an environment in the worker process.
+        """Call a method of an environment in the worker process, with the arguments `fields`.
 
-        `num_episodes` is the number of episodes that use this process.
+        `num_episodes` is the number of episodes that use this process, and `episode` that of the
+        environment.
         """
         assert self._worker is not None, "call start first"
         self._worker.num_episodes = 1 + num_episodes
@@ -86,8 +90,8 @@ class EnvHost:
 class RemoteWorker:
     """A worker process for environments, on a machine that Ray chooses.
 
-    If the machine dies, calls fail as if the process had ended, but no task is suspected of the
-    cause.
+    If no machine is ready within `patience_s` seconds, the worker ends. If its machine dies, calls
+    fail as if the process had ended, but no task is suspected of having caused it.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class RemoteWorker:
 
     @property
     def is_ready(self) -> bool:
-        """True if `ready` returns or raises at once."""
+        """True if `ready` returns or raises without waiting."""
         return self._started.done()
 
     async def ready(self) -> None:
@@ -132,16 +136,18 @@ class RemoteWorker:
         return answer.row
 
     def release(self) -> None:
-        """End one episode. A worker to be replaced ends with its last episode."""
+        """Record the end of one episode. A worker that is to be replaced ends with its last
+        episode.
+        """
         self.num_episodes -= 1
         if self.retired and not self.num_episodes:
             self.end(self.retired)
 
     def end(self, reason: str) -> None:
-        """End the actor, and with it the worker process. Calls of the worker fail with `reason`.
+        """End the actor, and with it the worker process. Its calls fail with `reason`.
 
         If Ray cannot end the actor, the worker still counts as ended, and Ray's error is added to
-        the reason. Ray ends an actor to which nothing refers.
+        the reason. Ray later ends the actor because nothing refers to it.
         """
         if self.ended:
             return
@@ -172,7 +178,9 @@ class RemoteWorker:
             self.end(f"no worker process can be started on another machine: {first_line(error)}")
 
     async def _place(self) -> None:
-        """Request an actor until one answers: Ray may choose a machine that has just died."""
+        """Request an actor until one answers, because Ray may choose a machine that has just
+        died.
+        """
         ray = import_ray()
         actor = ray.remote(EnvHost)
         placed = actor.options(
@@ -242,7 +250,7 @@ class RemoteWorker:
 
 
 def remote_workers(cluster: ClusterConfig) -> StartWorker:
-    """Connect to Ray. Return a function that starts a worker on a machine of the cluster.
+    """Connect to Ray. Return a function that starts a worker process on a machine of the cluster.
 
     Raises `ConfigError` if Ray cannot be used.
     """

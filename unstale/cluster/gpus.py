@@ -20,20 +20,22 @@ _PARALLEL = (
     ("--pipeline-parallel-size", "-pp"),
     ("--data-parallel-size", "-dp"),
 )
-"""Options of a vLLM server whose product is the number of GPUs that it takes. Each has two
-spellings.
+"""Options of a vLLM server for its parallel sizes, in two spellings. The product of the sizes is
+the number of GPUs that the server takes.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShares:
-    """The GPUs for the trainer ranks and for the engines, as in `CUDA_VISIBLE_DEVICES`.
+    """The GPUs for the trainer ranks and for the engines, named as in `CUDA_VISIBLE_DEVICES`.
 
-    Both are empty if all processes may use all GPUs.
+    Both tuples are empty if all processes may use all GPUs.
     """
 
     trainers: tuple[str, ...] = ()
-    """GPUs of the trainer ranks and of the ranks of the second model (route `old_logit_model`)."""
+    """GPUs of the trainer ranks, and of the ranks of the second model, which computes old
+    log-probabilities (`old_logps.route = old_logit_model`).
+    """
     engines: tuple[str, ...] = ()
 
     @property
@@ -43,11 +45,12 @@ class GpuShares:
 
 
 def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines: int) -> GpuShares:
-    """Divide GPUs: return the first ones for the ranks, one each, and the others for the engines.
+    """Divide GPUs: the first ones for the ranks, one each, and the others for the engines.
 
-    The ranks are the trainer ranks and the `scorers` ranks of the second model (route
-    `old_logit_model`). `engines` is the number of GPUs that the engines need. If there is only one
-    GPU, one rank and the engine share it. Raises `ConfigError` if there are too few GPUs.
+    The ranks are the `trainers` ranks of the trainer and the `scorers` ranks of the second model,
+    which computes old log-probabilities (`old_logps.route = old_logit_model`). `engines` is the
+    number of GPUs that the engines need. A single GPU is shared by one rank and one engine. Raises
+    `ConfigError` if there are too few GPUs.
 
     >>> divide_gpus("0123", trainers=2, engines=1)
     GpuShares(trainers=('0', '1'), engines=('2', '3'))
@@ -79,11 +82,11 @@ def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines
 
 
 def run_gpus(config: RunConfig) -> GpuShares:
-    """Return the GPUs of this machine for trainer ranks and for engines, by the run's options.
+    """Return this machine's GPUs for trainer ranks and for engines, by the run's options.
 
-    The GPUs are not divided if the cluster of `cluster.address` places the trainer ranks. Without
-    ranks they are not divided either, unless there are several servers, or a server gets weights by
-    NCCL: such servers need GPUs for themselves.
+    They are not divided if a cluster (`cluster.address`) places the trainer ranks. Without ranks
+    they are divided only if there are several servers, or if a server gets weights by NCCL: such
+    servers need GPUs of their own. Raises `ConfigError` if there are too few GPUs.
     """
     cluster = config.cluster
     engines = engine_gpus(config) * max(1, cluster.engine_hosts)
@@ -105,16 +108,18 @@ def run_gpus(config: RunConfig) -> GpuShares:
 
 
 def host_gpus(config: RunConfig, number: int) -> tuple[str, ...]:
-    """Return the GPUs of one of several engine hosts on this machine. Empty if it may use all."""
+    """Return the GPUs for the engine host with this number on this machine. Empty if it may use
+    all.
+    """
     each = engine_gpus(config)
     return run_gpus(config).engines[number * each : (number + 1) * each]
 
 
 def engine_gpus(config: RunConfig) -> int:
-    """Return the number of GPUs that the engines of one host need.
+    """Return the number of GPUs that the engines of one host need, if the host has GPUs.
 
-    It is used only if the host has GPUs. An embedded engine needs one for each process, or none if
-    it runs the policy on the CPU. Raises `ConfigError` if a parallel size in `engine.args` is not a
+    An embedded engine needs one for each process, or none if it runs the policy on the CPU. Engines
+    with `engine.urls` need none. Raises `ConfigError` if a parallel size in `engine.args` is not a
     number.
     """
     options = config.engine
@@ -155,7 +160,7 @@ def warn_of_shared_gpus(config: RunConfig) -> None:
 
 
 def _decodes_on_gpu(config: RunConfig) -> bool:
-    """Return True if the embedded engine would run the policy on a GPU, given one."""
+    """Return True if the embedded engine would run the policy on a GPU if there is one."""
     try:
         return runs_on_gpu(read_mapping(config.pretrained_folder / "config.json"))
     except (OSError, ValueError):
@@ -163,13 +168,13 @@ def _decodes_on_gpu(config: RunConfig) -> bool:
 
 
 def gpu_memory_utilization(config: RunConfig) -> float:
-    """Return the share of GPU memory for a vLLM server that this run starts.
+    """Return the share of GPU memory (0 to 1) for a vLLM server that this run starts.
 
-    The option `engine.gpu_memory_utilization` takes precedence. If it is 0, the server gets the
-    share that the trainer leaves. The result is 0 if the run starts no server on a GPU, or the
-    server has GPUs for itself. With trainer ranks in the cluster of `cluster.address` it is 0, too:
-    Ray must not know this machine's GPUs then (`ray start --num-gpus 0`). Raises `ValueError` if
-    trainer and engine do not fit together.
+    It is `engine.gpu_memory_utilization`, unless that is 0. Then it is the share that the trainer
+    leaves. The result is 0 if the run starts no server on a GPU, or if the server has GPUs for
+    itself. It is also 0 with trainer ranks in the cluster of `cluster.address`: Ray must not know
+    this machine's GPUs then (`ray start --num-gpus 0`). Raises `ValueError` if trainer and engine
+    do not fit together.
     """
     options, cluster = config.engine, config.cluster
     apart = run_gpus(config).apart or (cluster.trainers and cluster.address)

@@ -1,4 +1,4 @@
-"""The engine hosts of a run (machines with engines), as engines of its pool."""
+"""Engine hosts (machines with engines), each used by the run as one engine of its pool."""
 
 import asyncio
 import itertools
@@ -35,13 +35,13 @@ RESOURCE = "engine_host"
 1}'`.
 """
 HANG_S = 60.0
-"""Seconds without an answer after which a host counts as dead."""
+"""Seconds without an answer after which an engine host counts as dead."""
 LOAD_S = 1200.0
-"""Seconds after which a start or a load fails. A start may start servers, and a load may transfer
-all weights.
+"""Seconds after which a start or a load of an engine host fails. A start may start servers, and a
+load may transfer all weights.
 """
 CLOSE_S = 20.0
-"""Seconds within which a host may end its servers before it is killed."""
+"""Seconds that an engine host may take to end its servers before it is killed."""
 _PLACEMENTS = 4
 
 Handle = Any
@@ -63,14 +63,14 @@ def place(options: HostOptions) -> Handle:
 class HostedEngine:
     """All engines of one engine host (a machine with engines), as a single `Engine`.
 
-    `start` waits until Ray has a machine for the host. After a failure, `start` uses the same
-    process again if it answers. The process then needs only the weights that it lacks. Otherwise
+    `start` waits until Ray has a machine for the host. After a failure, `start` uses the host's
+    process again if it answers: the process then needs only the weights that it lacks. Otherwise
     `start` asks Ray for a new process.
     """
 
     takes_deltas = True
     sizes = ModelSizes(0)
-    """No facts about the model: the engines of the host check their replies."""
+    """No facts about the model, because the engines of the host check their replies themselves."""
 
     def __init__(self, number: int, options: HostOptions, place: Callable[[], Handle]) -> None:
         self._number = number
@@ -83,18 +83,21 @@ class HostedEngine:
         self._epoch = next(self._epochs)
         self._request_ids = map(str, itertools.count())
         self._held = -1
-        """The version of the weights that the host has in shared memory. -1 if unknown."""
+        """The version of the weights in the host's shared memory. -1 if unknown."""
         self._version = -1
         """The version of the weights that the host's engines have loaded. -1 if they have none."""
         self._staged: tuple[Update, int] | None = None
         self._counters: Counter[str] = Counter()
         self._machine = ""
         self.on_event: Callable[..., None] = lambda kind, **_: None
-        """A function that is called with the events of the host's own engines."""
+        """A function that is called with each event of the host's engines."""
 
     @classmethod
     def at(cls, url: str, options: HostOptions) -> Self:
-        """Return the engine of a host that another process controls: only `follow` opens it."""
+        """Return an engine on a host that another process controls. `follow` opens it for requests.
+
+        `url` is the `url` of the other process's engine.
+        """
         host, epoch = pickle.loads(bytes.fromhex(url))
         engine = cls(0, options, lambda: host)
         engine._host, engine._epoch = host, epoch
@@ -102,28 +105,36 @@ class HostedEngine:
 
     @property
     def url(self) -> str:
-        """The address for `at`, until the next interrupt: the host's actor and its period."""
+        """The text by which `at` finds the host and its current period, which ends at the next
+        interrupt.
+        """
         return bytes(import_ray().cloudpickle.dumps((self._host, self._epoch))).hex()
 
     def follow(self, version: int, probe: "asyncio.Future[None]") -> None:
         """Sample from a host that another process has loaded with `version`.
 
-        The host itself holds replies back until its engines passed their probe.
+        The host holds replies back until its engines have passed their probe (the test of the
+        weights), so `probe` is not used.
         """
         self._session = EngineSession(self._check_health)
         self._version = version
         self._session.open.set()
 
     def unfollow(self, reason: str) -> None:
-        """Make all calls fail, because the other process lost the host."""
+        """Make all calls fail with the text `reason`, because the other process lost the host."""
         if self._session is not None:
             self._session.end(reason)
 
     async def verified(self) -> None:
-        """Do nothing: an engine of the host that fails its probe is the host's to restart."""
+        """Do nothing: the host itself restarts an engine that fails its probe, the test of the
+        weights.
+        """
 
     def fail(self, reason: str) -> EngineDied:
-        """Make all calls fail until the next start, because another process found the host dead."""
+        """Make all calls fail until the next start, because another process found the host dead.
+
+        `reason` says what it found. Return the error that the calls raise.
+        """
         return self._fail(self._live_session(), reason)
 
     async def start(self) -> None:
@@ -170,7 +181,7 @@ class HostedEngine:
     async def _with_experts(self, session: EngineSession, answer: HostReply) -> Reply:
         """Return the reply in a host's answer, with its routed experts.
 
-        Experts that are in Ray's store are fetched in a thread.
+        Experts in Ray's store are fetched by a thread.
         """
         if answer.routed_experts is None:
             return answer.reply
@@ -192,7 +203,7 @@ class HostedEngine:
     async def leave(self) -> None:
         """Send no requests until the engine is opened again. Wait until all replies have returned.
 
-        Raises `EngineDied` if they do not.
+        Raises `EngineDied` if they do not return within `HANG_S` seconds.
         """
         session = self._live_session()
         session.open.clear()
@@ -201,7 +212,9 @@ class HostedEngine:
                 await session.while_alive(session.quiet.wait())
 
     async def stage(self, update: Update, version: int) -> None:
-        """Send the host the deltas or full weights from which it makes the weights of `version`."""
+        """Send the host the deltas or full weights that it needs to make the weights of
+        `version`.
+        """
         session = self._live_session()
         check_load(update, version, self._version, sampling=False, deltas=True)
         if self._staged and self._staged[0] is update and self._staged[1] == version:
@@ -244,7 +257,7 @@ class HostedEngine:
         self._drop()
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the counters that the host sent at its last interrupt, since the last call."""
+        """Return the counters that the host sent at its interrupts since the last call."""
         counters = dict.fromkeys(REQUIRED_COUNTERS, 0.0) | dict(self._counters)
         self._counters.clear()
         return counters
@@ -259,8 +272,8 @@ class HostedEngine:
     async def _wait_until_placed(self, session: EngineSession) -> None:
         """Wait until Ray has placed the host on a machine.
 
-        There is no time limit, because no request waits for this engine. For some seconds Ray may
-        choose a machine that is already dead, so the request is repeated.
+        There is no time limit, because no request waits for this engine. The request is repeated,
+        because Ray may for some seconds choose a machine that is already dead.
         """
         exceptions = import_ray().exceptions
         for last in (False,) * (_PLACEMENTS - 1) + (True,):
@@ -279,9 +292,9 @@ class HostedEngine:
                 return
 
     async def _control(self, method: str, *args: Any, timeout_s: float) -> None:
-        """Call a method of the host that returns a report, and process the report.
+        """Call a method of the host, and process the report that it returns.
 
-        Raises `EngineDied` after `timeout_s` seconds.
+        Raises `EngineDied` after `timeout_s` seconds without an answer.
         """
         session = self._live_session()
         async with deadline(timeout_s, partial(self._fail, session), f"no answer to {method}"):
@@ -293,9 +306,8 @@ class HostedEngine:
             self.on_event(kind, **{**fields, "host": self._number})
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the host.
-
-        Raises the method's error, or `EngineDied` if the host is lost.
+        """Call a method of the host. Raises the method's error, or `EngineDied` if the host is
+        lost.
         """
         session = self._live_session()
         exceptions = import_ray().exceptions
@@ -344,10 +356,10 @@ class HostedEngine:
 
 
 def _objects(update: Update, held: int) -> tuple[Reference | None, Sequence[Reference]]:
-    """Return the objects in Ray's store from which a host with version `held` can make the update.
+    """Return references to the objects from which a host that has version `held` makes the update.
 
-    They are full weights or None, and deltas to apply in order. None means that the deltas are
-    applied to version `held`.
+    They are full weights and deltas to apply to them in order. If the full weights are None, the
+    deltas apply to version `held`.
     """
     if isinstance(update, VersionOfWeights):
         return update.objects(held)

@@ -1,6 +1,6 @@
-"""Routed experts in Ray's object store.
+"""Routed experts (the experts that an MoE model chose for each token) in Ray's object store.
 
-They take megabytes, so replies only have references to them.
+They take megabytes, so replies have only references to them.
 """
 
 import zlib
@@ -13,7 +13,7 @@ from unstale.cluster.session import import_ray
 from unstale.routed_experts import RoutedExperts
 
 FETCH_S = 60.0
-"""Longest time in seconds to fetch routed experts."""
+"""Seconds after which fetching routed experts fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class PostedExperts:
 
     @classmethod
     def post(cls, routed_experts: RoutedExperts) -> Self:
-        """Put routed experts into Ray's object store. Blocks, so call it in a thread."""
+        """Put routed experts into Ray's object store. This blocks, so call it in a thread."""
         experts = np.ascontiguousarray(routed_experts.experts)
         return cls(routed_experts.start, import_ray().put(experts), zlib.crc32(experts.data))
 
     def fetch(self) -> RoutedExperts | None:
-        """Return a copy of the routed experts. None if they were lost with their host.
+        """Return a copy of the routed experts, or None if they were lost with their host.
 
-        Blocks, so call it in a thread. Raises ValueError if the checksum differs, or if the experts
-        do not arrive within `FETCH_S`.
+        This blocks, so call it in a thread. Raises ValueError if the checksum differs, or if the
+        experts do not arrive within `FETCH_S` seconds.
         """
         ray = import_ray()
         try:

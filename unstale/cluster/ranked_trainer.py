@@ -1,8 +1,8 @@
-"""Components in the run's main process (driver) whose work is divided among trainer ranks.
+"""Components in the run's main process whose work is divided among trainer ranks (processes).
 
     RankedTrainer        a `Trainer`
     RankedOldLogps       a route: a method to compute `old_logp`
-    RankedAuditor        the audit
+    RankedAuditor        the audit: a test of the values of the route
     RankedCheckpoints    checkpoints that the ranks write
 
 The training loop uses these classes if the trainer has ranks.
@@ -33,12 +33,12 @@ from unstale.weights.store import Delta
 
 
 class RankedTrainer:
-    """A `Trainer` whose model and optimizer are divided among ranks."""
+    """A `Trainer` whose model and optimizer are divided among trainer ranks (processes)."""
 
     def __init__(self, ranks: Ranks, policy: Policy) -> None:
-        """Create the trainer. `policy` is the policy of the run's main process.
+        """Create the trainer. `policy` is in the run's main process.
 
-        This policy counts the versions, and has the initial weights.
+        It counts the versions, and has the initial weights.
         """
         self.ranks = ranks
         self.policy = policy
@@ -46,27 +46,28 @@ class RankedTrainer:
         """The results of the last batch, as the ranks returned them."""
         self.collect: Callable[[Batch | None], None] = lambda batch: None
         """A function that waits for old log-probabilities, called before the ranks need them. Its
-        argument is the batch, or None to wait for all that were requested.
+        argument is a batch, or None to wait for all that were requested.
         """
         self._steps_left = 0
         self._posted: PostedStep | None = None
-        """The weights that the ranks posted last, as parts in Ray's store, kept for ranks that only
-        compute log-probabilities. None before the first post.
+        """References to the parts of the weights that the ranks put into Ray's store last, for the
+        ranks of a second model. None before the first time, and without a second model.
         """
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method on every rank. Return the first rank's answer.
 
-        Each rank first sets its policy's version number.
+        Before this, the version number of each rank's policy is set.
         """
         self._send_version()
         return self.ranks.call(name, *arguments)
 
     def post(self, name: str, *arguments: Any) -> PostedStep:
-        """Call a method on every rank that puts its part of the current version into Ray's store.
+        """Call the method `name` on every rank, which puts its part of the current weights into
+        Ray's store.
 
-        Return references to the parts. No rank has more than its part. Raises RuntimeError if the
-        parts do not add up to all weights.
+        Return references to the parts. Raises RuntimeError if the parts do not add up to all
+        weights.
         """
         self._send_version()
         answers, objects = self.ranks.call_parts(name, *arguments)
@@ -89,8 +90,8 @@ class RankedTrainer:
     def step_from(self, base: int) -> PostedStep:
         """Return the deltas that lead from version `base`, or from zeros, to the current version.
 
-        They are the deltas that the ranks posted last, if these begin at `base`. Otherwise all
-        ranks post their parts.
+        They are those that the ranks put into Ray's store last, if these lead there. Otherwise all
+        ranks put their parts of the weights there.
         """
         posted = self._posted
         if posted and posted.version == self.version and posted.base in (base, -1):
@@ -98,12 +99,15 @@ class RankedTrainer:
         return self.post("weight_part")
 
     def parts(self, step: PostedStep) -> Iterator[Delta]:
-        """Yield the delta of each rank's part of the weights, fetched one after the other."""
+        """Yield the delta of each rank's part of the weights. One is fetched at a time."""
         for part in step.deltas:
             yield read_delta(self.ranks.fetch(part, FETCH_S))
 
     def advance(self, weights: Mapping[str, Tensor], step: PostedStep) -> None:
-        """Turn the weights of version `step.base` into those of `step.version`, in place."""
+        """Turn the weights of version `step.base` into those of `step.version`, in place.
+
+        If `step.base` is -1, the weights are set to zeros first.
+        """
         if step.base == -1:
             for tensor in weights.values():
                 words(tensor).zero_()
@@ -124,7 +128,7 @@ class RankedTrainer:
         return self.policy.lag(version)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return copies of the whole weights, in the main memory of this process."""
+        """Return a copy of the whole weights, in the main memory of this process."""
         weights = {name: torch.empty_like(t) for name, t in self.policy.weights().items()}
         self.advance(weights, self.post("weight_part"))
         return weights
@@ -138,10 +142,7 @@ class RankedTrainer:
         self.call("add", part)
 
     def prepare(self, batch: Batch) -> Sequence[int]:
-        """Prepare the minibatches of a batch on the ranks, which keep their data.
-
-        Return their numbers.
-        """
+        """Prepare the minibatches of a batch on the ranks. Return the minibatches' numbers."""
         self.collect(batch)
         self._steps_left = self.call("prepare", batch)
         return range(self._steps_left)
@@ -165,9 +166,8 @@ class RankedTrainer:
         return self.results.tokens
 
     def save_failed_batch(self, folder: Path) -> str:
-        """Save the last batch and weights, with which training failed.
-
-        Return a message for the terminal.
+        """Save the weights and the last batch, which training failed on. Return a message for the
+        terminal.
         """
         try:
             return str(self.call("save_failed_batch", folder.absolute()))
@@ -176,13 +176,13 @@ class RankedTrainer:
 
 
 class RankedOldLogps(OldLogps):
-    """A route (method to compute `old_logp`) on ranks, each with its part of the weights."""
+    """A route (a method to compute `old_logp`) whose work is divided among trainer ranks."""
 
     def __init__(self, trainer: RankedTrainer, needs: Needs) -> None:
         self.needs = needs
         self._trainer = trainer
         self._sent: set[PieceKey] = set()
-        """Keys of the runs of sampled tokens that were sent to the ranks."""
+        """Keys of the pieces (sampled tokens of one version) that the ranks have received."""
         self._call: Callable[..., Any] = trainer.call
 
     def before_publish(self) -> None:
@@ -203,7 +203,7 @@ class RankedOldLogps(OldLogps):
         self._send("on_wait", past)
 
     def _send(self, name: str, pieces: Sequence[PendingPiece]) -> None:
-        """Call a method on the ranks with those runs of tokens that they have not received yet."""
+        """Call a method on the ranks with those of the `pieces` that they have not received yet."""
         new = tuple(piece for piece in pieces if key_of(piece) not in self._sent)
         if new:
             self._trainer.ranks.later(name, new)
@@ -221,15 +221,16 @@ class RankedOldLogps(OldLogps):
         return self._trainer.results.events
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Restore the route (way to get `old_logp`) and the audit on the ranks, after a resume.
+        """Restore the route and the audit on the ranks when a run is resumed.
 
-        The ranks read the weights of versions from disk themselves.
+        `past` has the pending sampled tokens by version. The ranks read the weights of versions
+        from disk themselves, so `weights` is not used.
         """
         self._call("recover", {version: tuple(pieces) for version, pieces in past.items()})
 
 
 class RankedAuditor:
-    """The audit of old log-probabilities, whose work is done by the ranks."""
+    """The audit of old log-probabilities (the comparison with true values), done by the ranks."""
 
     def __init__(self, trainer: RankedTrainer) -> None:
         self._trainer = trainer
@@ -238,9 +239,9 @@ class RankedAuditor:
         self._trainer.call("audit_published", tuple(live))
 
     def record(self, folder: Path) -> None:
-        """Record every version and batch for `unstale audit`.
+        """Record every version and batch in `folder`, for `unstale audit`.
 
-        All ranks must have access to `folder`.
+        All ranks must have access to the folder.
         """
         self._trainer.ranks.later("record", folder.absolute())
 
@@ -248,13 +249,13 @@ class RankedAuditor:
         return self._trainer.results.audit_points
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Do nothing: `RankedOldLogps.recover` also recovers the audit on the ranks."""
+        """Do nothing, because `RankedOldLogps.recover` also restores the audit on the ranks."""
 
 
 class RankedCheckpoints(Checkpoints):
     """Checkpoints that the ranks write and read. All ranks must have access to the run folder.
 
-    The ranks copy their state for a snapshot, and continue while the copy is written.
+    For a snapshot the ranks copy their state, and they continue while the copy is written.
     """
 
     def __init__(self, trainer: RankedTrainer, run: Path, *, keep: int = 2) -> None:

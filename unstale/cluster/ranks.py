@@ -1,4 +1,5 @@
-"""Trainer ranks as Ray actors: start them, call them, and notice if they die.
+"""Trainer ranks (processes that share the trainer's work) as Ray actors: start, call and watch
+them.
 
 `Ranks` calls a method on every rank at the same time, and returns the first rank's answer.
 """
@@ -27,12 +28,14 @@ from unstale.model.peers import RankGroup
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 START_S = 600.0
-"""Longest time in seconds for all ranks to start and load the model."""
+"""Seconds within which all ranks must start and load the model."""
 FIRST_CALL_S = 1800.0
-"""Time limit in seconds of the first call of each method, and of every call of `FROM_DISK`."""
+"""Time limit in seconds for the first call of each method, and for every call of a method in
+`FROM_DISK`.
+"""
 FROM_DISK = frozenset({"load", "restore", "recover"})
 """Methods that are called when a run resumes. They read the run folder, and may take much longer
-than earlier calls.
+than their earlier calls.
 """
 LEAST_CALL_S = 120.0
 SLOWER = 10
@@ -40,38 +43,40 @@ SLOWER = 10
 `LEAST_CALL_S` seconds if that is more.
 """
 _NOTICE_S = 5.0
-"""Longest time in seconds until Ray notices that a process ended."""
+"""Seconds within which Ray notices that a process has ended."""
 _GROUP_S = 3600.0
-"""Seconds after which a collective operation of a rank fails. The run's main process ends the ranks
-long before.
+"""Seconds after which a collective operation of the ranks fails. The run's main process ends
+hanging ranks long before.
 """
 _PLACE_S = 2
-"""Seconds for which Ray may take to reserve GPUs and cores before the run prints what it waits
-for.
-"""
+"""Seconds that Ray may take to reserve GPUs and cores before the run prints what it waits for."""
 
 _LOOPBACK = "127.0.0.1"
 _PREFIX = "unstale-ranks-"
-"""Beginning of the names of temporary folders in which ranks of one machine find each other."""
+"""Beginning of the name of the temporary folder in which ranks on one machine find each other."""
 _FILES = "files"
 """Name of a rank's second thread, in Ray's terms a concurrency group."""
 
 Notify = Callable[[str], None]
-"""A function that prints or logs a sentence."""
+"""A function that shows a sentence to the user."""
 
 
 class RanksDied(RuntimeError):
-    """Error: a rank ended or did not answer. The run can be resumed from the last checkpoint."""
+    """Error: a trainer rank ended or did not answer.
+
+    The run can be resumed from the last checkpoint.
+    """
 
 
 class NodesMissing(RuntimeError):
-    """Error: the Ray cluster had no room for the ranks for too long. The run
-    can be resumed later.
+    """Error: the Ray cluster had too few free GPUs or cores for the ranks for too long.
+
+    The run can be resumed later.
     """
 
 
 class _RankActor:
-    """A Ray actor for one rank. It only forwards calls to the rank's object."""
+    """A Ray actor for one rank. It forwards calls to the rank's object."""
 
     def __init__(self) -> None:
         self._rank: Rank | None = None
@@ -80,10 +85,11 @@ class _RankActor:
         """Lock of the temporary folder in which the ranks find each other."""
 
     def meet(self, count: int) -> str:
-        """Create the store by which the ranks find each other.
+        """Create the store of torch.distributed by which the ranks find each other. Return its
+        address.
 
-        Return its address. Only for the first rank. If Ray is on loopback only, the store is a
-        file, because a store on a port listens on every interface.
+        Only the first rank is called. If Ray listens on loopback only, the store is a file, because
+        a store on a port listens on every network interface.
         """
         import ray
 
@@ -100,7 +106,9 @@ class _RankActor:
         """Do nothing. If this process has ended, Ray raises an error instead."""
 
     def join(self, address: str, rank: int, count: int) -> None:
-        """Join the process group of all ranks."""
+        """Join the process group of all `count` ranks, with the store at `address`, as number
+        `rank`.
+        """
         host, _, port = address.rpartition(":")
         if not host:
             os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
@@ -122,9 +130,9 @@ class _RankActor:
         self._rank = make(RankGroup.of_group())
 
     def run(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> Any:
-        """Call methods of the rank's object in order.
+        """Call methods of the rank's object in order. `calls` has their names and arguments.
 
-        The first rank returns the last result, others None.
+        The first rank returns the last result, the others None.
         """
         result = None
         for name, arguments in calls:
@@ -151,12 +159,13 @@ class Ranks:
         scorers: int = 0,
         name: str = "trainer",
     ) -> None:
-        """Connect to Ray. `make` starts the ranks, each with one GPU if the cluster has GPUs.
-
-        With `address`, the ranks wait for further nodes for at most `patience_s` seconds. `scorers`
-        is the number of further ranks for a second model, which only computes log-probabilities.
-        `name` is for messages. Raises `ConfigError` if Ray has only this machine, with too few
+        """Connect to Ray. `make` later starts `count` ranks, each with one GPU if the cluster has
         GPUs.
+
+        With the address of a cluster, the ranks wait for further machines for at most `patience_s`
+        seconds. `scorers` is the number of further ranks for a second model, which only computes
+        log-probabilities. `name` is the word for these ranks in messages. Raises `ConfigError` if
+        Ray has only this machine, with too few GPUs.
         """
         self.count = count
         self._ray: ModuleType = session.connect(address)
@@ -164,36 +173,40 @@ class Ranks:
         self.patience_s = patience_s
         self._name = name
         self.scorers: Ranks | None = None
-        """The ranks of the second model, which only compute log-probabilities. They end with these
-        ranks.
+        """The ranks of the second model, which only computes log-probabilities. They end with these
+        ranks. None without a second model.
         """
         available = self._resources()["GPU"]
         if not address:
             gpus = list(map(str, range(available)))
             divide_gpus(gpus, trainers=count, scorers=scorers, engines=0)
         self.on_gpus = available > 0
-        """True if each rank has a GPU. Later ranks of the same run then wait for GPUs, too."""
+        """True if each rank has a GPU. Ranks that the run starts later then also wait for GPUs."""
         self._actors: list[Any] = []
         self._group: Any = None
-        """Ray's placement group, which reserves GPUs and cores for all ranks in a cluster."""
+        """Ray's placement group, which reserves GPUs and cores for all ranks in a cluster. None
+        without one.
+        """
         self._lock = threading.Lock()
         self._later: deque[tuple[str, Sequence[Any]]] = deque()
-        """Methods and arguments of the calls to make before the next call, in order."""
+        """Names and arguments of the methods to call before the next call, in order."""
         self._longest: dict[str, float] = {}
-        """The seconds of the longest call of each method by these actors."""
+        """The duration in seconds of the longest call of each method by these ranks."""
         self._folder: Path | None = None
-        """The temporary folder in which the ranks find each other, if all of them are on this
-        machine.
+        """The temporary folder in which the ranks find each other if all are on this machine, else
+        None.
         """
         session.at_end(self.close)
         if scorers:
             self.scorers = Ranks(scorers, address=address, patience_s=patience_s, name="old-logit")
 
     def make(self, make: MakeRank, notify: Notify = lambda text: None) -> None:
-        """Create the object of every rank, in place of an earlier one. Start ranks that do not run.
+        """Create the object of every rank by `make`. An earlier object is closed. Start ranks if
+        none run.
 
-        `notify` is called with a sentence on what the ranks wait for. Raises `NodesMissing` if
-        there is no room for them, and `RanksDied` if they do not start within `START_S` seconds.
+        `notify` is called with a sentence on what the ranks wait for. Raises `NodesMissing` if the
+        cluster has too few free GPUs or cores for `patience_s` seconds, and `RanksDied` if the
+        ranks do not start within `START_S` seconds.
         """
         self._later.clear()
         if not self._actors:
@@ -226,10 +239,10 @@ class Ranks:
         self._wait(joins, START_S, "start")
 
     def _reserve(self, notify: Notify) -> Any:
-        """Return a placement group with GPUs and cores for all ranks.
+        """Wait until there are enough machines. Return a placement group with GPUs and cores for
+        all ranks.
 
-        Wait until there are enough nodes. A node that died counts as a node until Ray notices, for
-        up to half a minute.
+        Ray may take half a minute to notice that a machine died, and counts it until then.
         """
         placement = self._ray.util.placement_group
         until = time.monotonic() + self.patience_s
@@ -261,11 +274,11 @@ class Ranks:
 
     @property
     def _needs(self) -> tuple[str, ...]:
-        """The names of the Ray resources of which each rank in a cluster takes one."""
+        """The names of the Ray resources of which each rank in a cluster needs one."""
         return ("GPU", "CPU") if self.on_gpus else ("CPU",)
 
     def _resources(self) -> dict[str, int]:
-        """Return the GPUs and cores of the Ray cluster, used ones included."""
+        """Return the numbers of GPUs and cores of the Ray cluster, including those in use."""
         found = self._ray.cluster_resources()
         return {name: int(found.get(name, 0)) for name in ("GPU", "CPU")}
 
@@ -281,22 +294,23 @@ class Ranks:
         )
 
     def later(self, name: str, *arguments: Any) -> None:
-        """Call a method on every rank before the next `call`. Does not block."""
+        """Call a method on every rank just before the next `call`. Return without waiting."""
         self._later.append((name, arguments))
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method on every rank. Calls that `later` has queued are made first.
+        """Call a method on every rank, after the calls that `later` has queued. Return the first
+        rank's answer.
 
-        Return the first rank's answer. Raises the error that a rank raised, or `RanksDied`, after
-        which the ranks are ended. An error of Ray in a rank, for instance because an object is
-        lost, raises `RanksDied`.
+        Raises the error that a rank raised. Raises `RanksDied`, after ending all ranks, if a rank
+        ended or did not answer, or if Ray lost an object.
         """
         return self._call(lambda actor, calls: actor.run.remote(calls), name, arguments)[0]
 
     def call_parts(self, name: str, *arguments: Any) -> tuple[list[Any], list[Reference]]:
-        """Call a method that returns two results on every rank. Return both results of all ranks.
+        """Call a method that returns two results on every rank.
 
-        The second results stay in Ray's store. Raises errors like `call`.
+        Return the first results of all ranks, and references to the second results, which stay in
+        Ray's store. Raises errors like `call`.
         """
         parts: list[Reference] = []
 
@@ -312,7 +326,7 @@ class Ranks:
     ) -> list[Any]:
         """Begin a call on every rank, after the calls that `later` has queued.
 
-        Return the answers of all ranks.
+        Return all answers.
         """
         with self._lock:
             actors = self._require_actors(name)
@@ -327,18 +341,18 @@ class Ranks:
             return answers
 
     def _require_actors(self, name: str) -> Sequence[Any]:
-        """Return the Ray actors of all ranks. `name` is the method to call, for the error.
+        """Return the Ray actors of all ranks. `name` is the method to be called, for the error.
 
-        Raises `RanksDied` if the actors have been ended. Another thread can end them.
+        Raises `RanksDied` if the actors have been ended, perhaps by another thread.
         """
         if not (actors := self._actors):
             raise RanksDied(f"the {self._name} ranks are ended ({name})")
         return actors
 
     def fetch(self, part: Reference, limit_s: float) -> Any:
-        """Fetch a second result of `call_parts` from Ray's store.
+        """Return a second result of `call_parts` from Ray's store.
 
-        Raises `RanksDied` if its machine died, or after `limit_s` seconds.
+        Raises `RanksDied` if the machine that has it died, or after `limit_s` seconds.
         """
         try:
             return self._ray.get(part, timeout=limit_s)
@@ -346,9 +360,11 @@ class Ranks:
             raise self._died(error, "fetch weights") from None
 
     def call_beside(self, name: str, *arguments: Any) -> Any:
-        """Call a method on every rank, each in its second thread. Other calls can run meanwhile.
+        """Call a method on every rank, in a second thread of each rank. Other calls can run
+        meanwhile.
 
-        Calls of `call_beside` run one at a time. Raises the same errors as `call`.
+        Calls of `call_beside` run one at a time. Return the first rank's answer. Raises errors like
+        `call`.
         """
         actors = self._require_actors(name)
         shared = self._ray.put([(name, arguments)])
@@ -356,9 +372,8 @@ class Ranks:
         return self._wait([run.remote(shared) for run in runs], FIRST_CALL_S, name)[0]
 
     def close(self) -> None:
-        """End all ranks, including those of the second model (`scorers`).
-
-        `make` starts new ones.
+        """End all ranks, including those of the second model (`scorers`). `make` can start new
+        ones.
         """
         if self.scorers:
             self.scorers.close()
@@ -375,8 +390,8 @@ class Ranks:
     def _wait(self, pending: Sequence[Any], limit_s: float, name: str) -> list[Any]:
         """Wait for the answers of all ranks, and return them.
 
-        If a rank raises an error, raise it at once: other ranks may wait for this rank. Raises
-        `RanksDied` instead if a rank ended, because the other ranks then fail, too.
+        The error of a rank is raised at once, because other ranks may wait for this rank. If a rank
+        ended, the others may fail because of that, so `RanksDied` is raised instead.
         """
         ray = self._ray
         left = list(pending)
@@ -403,9 +418,10 @@ class Ranks:
         return [answers[each] for each in pending]
 
     def _ended(self, calls: list[Any], deadline: float) -> tuple[list[Any], list[Any]]:
-        """Wait until one or more calls have ended. Return these calls, and the others.
+        """Wait until at least one call has ended. Return the calls that have ended, and the others.
 
-        Most calls of many ranks end together, and one wait for each would take the square of time.
+        Calls of many ranks mostly end together. One wait for each would take time that grows with
+        the square of their number.
         """
         limit_s = max(0.0, deadline - time.monotonic())
         done, left = self._ray.wait(calls, num_returns=1, timeout=limit_s)
@@ -417,7 +433,7 @@ class Ranks:
     def _require_alive(self, name: str) -> None:
         """Raise `RanksDied` if Ray notices within `_NOTICE_S` seconds that a rank ended.
 
-        A rank that is busy does not answer meanwhile, and counts as alive.
+        A busy rank does not answer meanwhile, and counts as alive.
         """
         left = [actor.ping.remote() for actor in self._require_actors(name)]
         deadline = time.monotonic() + _NOTICE_S
@@ -431,17 +447,17 @@ class Ranks:
                 raise self._died(error, name) from None
 
     def _died(self, error: Exception, name: str) -> RanksDied:
-        """End all ranks. Return an error that names the call and the cause."""
+        """End all ranks. Return an error with the name of the call and the cause."""
         self.close()
         article = "an" if self._name[0] in "aeiou" else "a"
         return RanksDied(f"{article} {self._name} rank died ({name}): {session.first_line(error)}")
 
 
 def order_by_node(nodes: Mapping[int, str]) -> list[int]:
-    """Order the bundles of a placement group so that those on one node are adjacent.
+    """Order the bundles of a Ray placement group so that those on one node are adjacent.
 
-    `nodes` has the node of each bundle. Ranks that divide a pass are adjacent, so they are on one
-    node if they fit there.
+    `nodes` has the node of each bundle. Ranks that divide a forward pass are adjacent, so they are
+    on one node if they fit there.
 
     >>> order_by_node({0: "b", 1: "a", 2: "b", 3: "a"})
     [0, 2, 1, 3]

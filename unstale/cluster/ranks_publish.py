@@ -22,10 +22,10 @@ class RankedPublisher(DirectPublisher):
     """A publisher of weights that are divided among trainer ranks.
 
     Each rank writes its part of a version to disk, as the difference from the version before, and
-    returns it as an object in Ray's store. Engine hosts fetch these objects from `posts`. Without
-    engine hosts, an engine that takes deltas applies them to the weights that it has. Other engines
-    load the copy of the weights in the run's main process, which is changed first, in the precision
-    `dtype`. No rank gathers whole weights for it.
+    puts it into Ray's store. Engine hosts fetch these objects from `posts`. Without engine hosts,
+    an engine that takes deltas applies them to the weights that it has. Other engines load the
+    weights in the run's main process, to which the deltas are applied first, in the precision
+    `dtype`. No rank gathers whole weights.
     """
 
     def __init__(

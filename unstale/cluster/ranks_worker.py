@@ -1,6 +1,8 @@
-"""One rank of a trainer with several ranks: the components that the main process calls.
+"""One trainer rank (a process that shares the trainer's work): the components that are called in
+it.
 
-All ranks receive the same calls in the same order. Only the first rank's answers are used.
+The run's main process sends the same calls to all ranks, in the same order. It uses only the first
+rank's answers.
 """
 
 import os
@@ -29,7 +31,7 @@ from unstale.weights.store import Delta, VersionStore
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """The results of a batch, which the run's main process requests after the last optimizer
+    """The results of a batch, which the main process requests after the batch's last optimizer
     step.
     """
 
@@ -42,11 +44,14 @@ class StepResults:
 
 @dataclass(frozen=True, slots=True)
 class PublishedPart:
-    """The size of one rank's part of a published version."""
+    """The size of one rank's part of a published version: `words` weights, sent as `nbytes`
+    bytes.
+    """
 
     base: int
-    """The version from which the part is a difference. -1 if the part has the weights
-    themselves.
+    """The version from which the part is a difference.
+
+    -1 if the part has the weights themselves.
     """
     words: int
     nbytes: int
@@ -54,7 +59,7 @@ class PublishedPart:
 
 @dataclass(slots=True)
 class Rank:
-    """The components of a trainer rank: trainer, route (source of `old_logp`), audit,
+    """The components of a trainer rank: trainer, method to compute `old_logp`, audit,
     checkpoints.
     """
 
@@ -62,15 +67,13 @@ class Rank:
     trainer: LocalTrainer
     auditor: Auditor
     store: VersionStore | None = None
-    """The store of past versions, if the route (way to get `old_logp`) keeps differences between
-    versions. Otherwise None.
-    """
+    """The store of past versions, if the method to compute `old_logp` needs one. Otherwise None."""
     _published: VersionStore = field(default_factory=VersionStore, init=False)
-    """A store with only the version that was published last, for a route without `store`."""
+    """A store with the version that was published last, used if `store` is None."""
     _checkpoints: Checkpoints | None = field(default=None, init=False)
     _minibatches: Sequence[Minibatch] = field(default=(), init=False)
     _snapshot: Checkpoint | None = field(default=None, init=False)
-    """The checkpoint to be written, or the one that was read. None if there is neither."""
+    """The checkpoint that `write` will write or `restore` will restore. None if there is none."""
 
     @property
     def _old(self) -> OldLogps:
@@ -88,8 +91,9 @@ class Rank:
         self.policy.follow_version(version, version_gaps)
 
     def open_run(self, run: Path, keep: int) -> None:
-        """Open the run folder, to which checkpoints are written and from which versions are
-        read.
+        """Open the run folder `run`, in which checkpoints and versions are written and read.
+
+        The last `keep` checkpoints are kept.
         """
         parts: dict[str, Stateful] = {
             "trainer": self.trainer,
@@ -108,9 +112,8 @@ class Rank:
         self.trainer.add(part)
 
     def prepare(self, batch: Batch) -> int:
-        """Compute old log-probabilities and corrections of a batch.
-
-        Return its number of optimizer steps.
+        """Compute old log-probabilities and corrections of a batch. Return its number of optimizer
+        steps.
         """
         self._minibatches = self.trainer.prepare(batch)
         return len(self._minibatches)
@@ -142,9 +145,9 @@ class Rank:
     def publish(self, live: Collection[int], base: int) -> tuple[PublishedPart, list[Part]]:
         """Write this rank's part of the current version to disk. Return its size and its data.
 
-        The part is the difference from version `base` if the store has it, otherwise all weights of
-        the part. `live` are older versions that must be kept. The result shares memory with the
-        weights.
+        The part is the difference from version `base` if the store has that version, otherwise the
+        weights themselves. `live` are older versions that must be kept. The result may share memory
+        with the weights.
         """
         weights = self.policy.weights()
         version = self.policy.version
@@ -158,7 +161,9 @@ class Rank:
         return self._returned(delta)
 
     def weight_part(self) -> tuple[PublishedPart, list[Part]]:
-        """Return the size and the data of this rank's current weights, which are not copied."""
+        """Return the size and the data of this rank's part of the current weights. Nothing is
+        copied.
+        """
         delta = all_of(self.policy.version, self.policy.weights())
         return self._returned(replace(delta, starts=self.policy.part_starts()))
 
@@ -201,10 +206,10 @@ class Rank:
         self._snapshot = self.checkpoints.snapshot(progress, self.trainer)
 
     def write(self) -> str:
-        """Write the checkpoint of the last `snapshot`.
+        """Write the checkpoint of the last `snapshot`. Return its name.
 
-        Another thread may train and compute log-probabilities meanwhile. `snapshot` and `publish`
-        must not run meanwhile, because they use the same tensors and process group.
+        Meanwhile another thread may train and compute log-probabilities. It must not call
+        `snapshot` or `publish`, which use the same tensors and process group.
         """
         assert self._snapshot is not None
         name = self.checkpoints.write(self._snapshot)
@@ -212,14 +217,17 @@ class Rank:
         return name
 
     def load(self, name: str) -> tuple[Progress, int]:
-        """Read this rank's part of a checkpoint. Return the checkpoint's progress and version."""
+        """Read this rank's part of the checkpoint `name`. Return the checkpoint's progress and
+        version.
+        """
         self._snapshot = self.checkpoints.load(name)
         return self._snapshot.progress, self._snapshot.version
 
     def restore(self) -> tuple[int, VersionGaps]:
-        """Restore the checkpoint that was read.
+        """Restore the checkpoint that `load` read. Return the policy's version and its version
+        gaps.
 
-        Return the policy's version and its version gaps.
+        Version gaps are numbers that the run skipped when it was resumed.
         """
         assert self._snapshot is not None
         self.checkpoints.restore(self._snapshot)
@@ -235,7 +243,7 @@ class Rank:
 
 
 def _delta_from(store: VersionStore, base: int, version: int) -> Delta | None:
-    """Return the difference between two versions. None if the store lacks one of them."""
+    """Return the difference between two versions, or None if they are not adjacent in the store."""
     if version not in store.versions[1:]:
         return None
     delta = store.delta(version)
@@ -244,5 +252,5 @@ def _delta_from(store: VersionStore, base: int, version: int) -> Delta | None:
 
 MakeRank = Callable[[RankGroup], Any]
 """A function that creates the object of one rank, such as a `Rank`, whose methods the run's main
-process calls. It must be picklable, and runs after the rank has joined its process group.
+process calls. The function must be picklable. It runs after the rank has joined its process group.
 """

@@ -1,8 +1,11 @@
-"""The second model of the route `old_logit_model`, divided among separate ranks.
+"""The second model of `old_logps.route = old_logit_model`, divided among ranks (processes).
 
-ScoringRank          one rank of the second model
-RanksLink            the connection of the run's main process to these ranks
-RankedOldLogitModel  the route in the main process: it passes scores on to the trainer ranks
+The second model is loaded with the weights that sampled the tokens, and computes their
+log-probabilities. The trainer ranks are other processes.
+
+    ScoringRank          one rank of the second model
+    RanksLink            the connection of the run's main process to these ranks
+    RankedOldLogitModel  the route in the main process: it passes results on to the trainer ranks
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ if TYPE_CHECKING:
 
 
 class ScoringRank:
-    """One rank of the second model. All ranks receive the same calls in the same order."""
+    """One rank (process) of the second model, which computes old log-probabilities.
+
+    All ranks receive the same calls in the same order.
+    """
 
     def __init__(self, policy: Policy, scorer: Scorer) -> None:
         self._policy = policy
@@ -43,18 +49,18 @@ class ScoringRank:
         """The version of the weights that this rank has loaded. -1 before the first."""
 
     def load_version(self, step: PostedStep) -> None:
-        """Load the weights of a version from Ray's object store."""
+        """Load the weights of `step.version`, from deltas in Ray's object store."""
         import ray
 
         parts = (read_delta(ray.get(part, timeout=FETCH_S)) for part in step.deltas)
         self.advance(step.base, step.version, parts)
 
     def advance(self, base: int, version: int, parts: Iterable[Delta]) -> None:
-        """Turn the weights of version `base` into those of `version`.
+        """Turn this rank's weights from version `base` into those of `version`.
 
-        `parts` are the weight differences (deltas) of the trainer ranks, of which this rank uses
-        the parts for its own weights. Raises ValueError if the model has another version, or if the
-        deltas do not cover all weights of this rank.
+        `parts` are the deltas of the trainer ranks. This rank applies the words that belong to its
+        own weights. If `base` is -1, the weights are set to zeros first. Raises ValueError if it
+        has another version than `base`, or if the deltas do not cover all its weights.
         """
         weights = self._policy.weights()
         starts = self._policy.part_starts() or dict.fromkeys(weights, 0)
@@ -76,48 +82,49 @@ class ScoringRank:
         self._version = version
 
     def score(self, pieces: Pieces) -> Reply:
-        """Compute log-probabilities of sampled tokens with the loaded weights."""
+        """Return the log-probabilities of sampled tokens (`pieces`) under the loaded weights."""
         return answer(self._scorer, pieces)
 
     def pid(self) -> int:
         return os.getpid()
 
     def close(self) -> None:
-        """Do nothing. The memory is freed with the last reference to this object."""
+        """Do nothing. The memory is freed together with this object."""
 
 
 class RanksLink:
-    """The connection to a second model on ranks.
-
-    A thread calls the ranks, in the order of requests.
+    """The connection to a second model on ranks. A thread calls the ranks, in the order of
+    requests.
     """
 
     def __init__(self, ranks: Ranks, *, max_tokens: int) -> None:
-        """Connect to a second model on `ranks`.
+        """Use the second model on `ranks`.
 
         `max_tokens` is the largest number of tokens in a forward pass of one rank.
         """
         self._ranks = ranks
         self._order = ScoringOrder(max_tokens * ranks.count)
-        """The order of the ranks' work. Only the thread uses it."""
+        """The order of the ranks' work. Only the thread that calls the ranks uses it."""
         self._messages: deque[Callable[[], None]] = deque()
-        """Functions that put sent tokens and versions into `_order`. The thread calls them."""
+        """Functions that add tokens and versions to `_order`. The thread that calls the ranks calls
+        them.
+        """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="old-logit-ranks")
         self._calls: deque[Future[Reply | None]] = deque()
         self._submitting = Lock()
         """A lock that keeps the calls in `_calls` in the order in which the thread makes them."""
 
     def load(self, version: int, step: PostedStep) -> None:
-        """Send the deltas that lead from the version sent before to `version`."""
+        """Let the ranks load `version`, by the deltas `step` from the version sent before."""
         self._send(partial(self._order.add_version, version, step))
 
     def score(self, pieces: Pieces) -> None:
         self._send(partial(self._order.add_pieces, pieces))
 
     def receive(self, *, wait: bool) -> list[Reply] | None:
-        """Return the complete replies, or None if there are none.
+        """Return the replies that have arrived, or None if there are none.
 
-        With `wait`, wait until one arrives. Raises `RanksDied` if a rank ended.
+        With `wait`, wait until one arrives, if any is expected. Raises `RanksDied` if a rank ended.
         """
         replies: list[Reply] = []
         while self._calls and (self._calls[0].done() or (wait and not replies)):
@@ -127,7 +134,7 @@ class RanksLink:
         return replies or None
 
     def close(self) -> None:
-        """Wait for the current call of the ranks. No further call is made."""
+        """Wait for the current call of the ranks. Make no further call."""
         self._thread.shutdown(cancel_futures=True)
 
     def _send(self, message: Callable[[], None]) -> None:
@@ -141,7 +148,7 @@ class RanksLink:
     def _work(self) -> Reply | None:
         """Make the ranks compute log-probabilities in one forward pass, or load one version.
 
-        If work is left, submit a further call for it.
+        If work is left, submit another call for it.
         """
         while self._messages:
             self._messages.popleft()()
@@ -158,10 +165,10 @@ class RanksLink:
 
 
 class RankedOldLogitModel(RankedOldLogps):
-    """The route `old_logit_model` with trainer ranks, and the second model on separate ranks.
+    """The route (method to compute `old_logp`) `old_logit_model` with trainer ranks.
 
-    The trainer ranks keep the log-probabilities that the second model computes. They receive them
-    with their next call.
+    The second model is on ranks of its own. The trainer ranks keep the log-probabilities that it
+    computes. They receive them with their next call.
     """
 
     def __init__(
@@ -177,7 +184,8 @@ class RankedOldLogitModel(RankedOldLogps):
         self._add_waits(self._model.wait_until_loaded(), 0.0)
 
     def on_published(self, live: Collection[int]) -> None:
-        """Load the current version into the second model, from the parts that the ranks posted.
+        """Load the current version into the second model, from the parts that each trainer rank
+        provides.
 
         No rank gathers whole weights.
         """
@@ -191,9 +199,8 @@ class RankedOldLogitModel(RankedOldLogps):
         self._model.on_piece(piece)
 
     def collect(self, batch: Batch | None) -> None:
-        """Wait for the old log-probabilities of a batch.
-
-        With None, wait for those of all tokens that were sent.
+        """Wait for the old log-probabilities of a batch. With None, wait for those of all sent
+        tokens.
         """
         if batch is None:
             self._model.score_all()

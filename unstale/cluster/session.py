@@ -15,26 +15,31 @@ from unstale.weights.child_process import visible_gpus
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Name of Ray's environment variable that allows a cluster on Windows or macOS. If it is 0, Ray
-listens on loopback only.
+"""Ray's environment variable that allows a cluster on Windows or macOS. If it is 0, Ray listens on
+loopback only, on every system.
 """
 _CONNECT_S = 10.0
 MAX_CONCURRENT = 100_000
-"""Largest number of calls that an actor serves at once. A run limits its requests and episodes
+"""Largest number of calls that a Ray actor serves at once. A run limits its requests and episodes
 itself, so it never reaches this number.
 """
 _at_end: ExitStack | None = None
-"""Functions to be called at the end of the current run. None outside of a run."""
+"""Functions to call at the end of the current run. None outside of a run."""
 
 
 def require_ray() -> None:
-    """Raise `ConfigError` with the command that installs Ray, if it is missing. Imports nothing."""
+    """Raise `ConfigError`, with the command that installs Ray, if Ray is missing.
+
+    Do not import it.
+    """
     if find_spec("ray") is None:
         raise ConfigError(f"the options cluster.* need Ray: {install('cluster')}")
 
 
 def import_ray() -> ModuleType:
-    """Return the module `ray`. Raises `ConfigError` with the command that installs it."""
+    """Return the module `ray`. Raises `ConfigError`, with the command that installs Ray, if it is
+    missing.
+    """
     require_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # ray reads it when it is imported
     # The first error of several ranks ends the run. Ray would print those of the others.
@@ -55,12 +60,13 @@ def connect(
     """Connect this process to Ray and return the module `ray`.
 
     Without an address, a new Ray session is started. It listens on loopback only and ends with this
-    process. `resources` are the session's custom resources, `gpus` the GPUs that its processes may
-    use (all if it is empty), and `options` are arguments of `ray.init`. An address is `host:port`,
-    or `auto` for the cluster that `RAY_ADDRESS` names or to which this machine belongs. If this
-    process is connected already, that connection is used. Raises `ConfigError` if Ray is not
-    installed, does not answer at the address, or this process is connected to Ray at another
-    address.
+    process. `resources` are the session's custom resources, and `gpus` the GPUs that its processes
+    may use (empty: all). `options` are arguments of `ray.init`.
+
+    An address is `host:port`, or `auto` for the cluster that `RAY_ADDRESS` names or to which this
+    machine belongs. If this process is connected already, that connection is used. Raises
+    `ConfigError` if Ray is not installed or does not answer at the address, or if this process is
+    connected to another address.
     """
     if not address:  # Ray reads these when it is imported and when it starts
         os.environ.setdefault(_LOOPBACK_ONLY, "0")
@@ -92,7 +98,7 @@ def _start(ray: ModuleType, options: Mapping[str, Any], gpus: Sequence[str]) -> 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Return a context with these environment variables, for processes started in it."""
+    """Return a context with these environment variables, for processes that are started in it."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -118,7 +124,9 @@ def _join(ray: ModuleType, address: str, options: Mapping[str, Any]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error of Ray. The others are the traceback of another process."""
+    """Return the first line of an error of Ray. The other lines are the traceback of another
+    process.
+    """
     return (str(error).splitlines() or [repr(error)])[0]
 
 
@@ -129,9 +137,9 @@ def summary(error: BaseException) -> str:
 
 
 async def result_of(reference: Any) -> Any:
-    """Return the result of an actor's call, to which `reference` refers.
+    """Return the result of an actor's call. `reference` is what Ray returned for the call.
 
-    This function gives asyncio a coroutine. A reference can be awaited, but is not a coroutine.
+    A reference can be awaited, but asyncio sometimes needs a coroutine, which this is.
     """
     return await reference
 
@@ -147,7 +155,9 @@ def _require_same(ray: ModuleType, address: str) -> None:
 
 
 def _resolve(address: str) -> set[tuple[str, int]]:
-    """Return the numeric addresses and the port for `host:port`. Empty if the host is unknown."""
+    """Return the numeric addresses of `host:port`, each with the port. Empty if the host is
+    unknown.
+    """
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -158,10 +168,10 @@ def _resolve(address: str) -> set[tuple[str, int]]:
 
 @contextmanager
 def end_after() -> Iterator[None]:
-    """Return a context for one run, which can also decorate a function.
+    """Return a context, or a decorator, for one run.
 
-    At its end the functions of `at_end` are called. Then Ray is disconnected, unless it was
-    connected before.
+    At its end it calls the functions that were given to `at_end`. Then it disconnects from Ray,
+    unless this process was connected before.
     """
     global _at_end
     was_connected = _is_connected()
@@ -176,7 +186,7 @@ def end_after() -> Iterator[None]:
 
 
 def at_end(function: Callable[[], object]) -> None:
-    """Call a function at the end of the current run (`end_after`), even after an error.
+    """Let `function` be called at the end of the current run (`end_after`), even after an error.
 
     Outside of a run, do nothing.
     """
@@ -185,9 +195,8 @@ def at_end(function: Callable[[], object]) -> None:
 
 
 def disconnect() -> None:
-    """Leave the Ray session, which ends the actors of this process.
-
-    If `connect` started the session, end it.
+    """Leave the Ray session, which ends the actors of this process. If `connect` started it, end
+    it.
     """
     if _is_connected():
         import_ray().shutdown()

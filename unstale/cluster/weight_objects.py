@@ -13,35 +13,37 @@ from unstale.weights.codec import file_parts, loads
 from unstale.weights.store import Delta
 
 Part = NDArray[Any]
-"""A part of a file, as bytes."""
+"""Bytes of a file, as an array."""
 Reference = Any
 """A reference to an object in Ray's store: the parts of one file, in order."""
 
 FETCH_S = 600.0
-"""Longest time in seconds to fetch an object with weights, also from another machine."""
+"""Seconds after which fetching an object with weights fails, also from another machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class PostedStep:
-    """The deltas that lead from version `base` to `version`.
+    """The deltas in Ray's store that lead from version `base` to `version`.
 
-    If `base` is -1 they are applied to zeros.
+    If `base` is -1 they are applied to zeros. `nbytes` is their size in bytes.
     """
 
     base: int
     version: int
     nbytes: int
     deltas: Sequence[Reference]
-    """One delta for all weights, or one for each trainer rank's part."""
+    """References to one delta for all weights, or to one for each trainer rank's part."""
 
 
 def arrays(parts: Sequence[Bytes]) -> list[Part]:
-    """Return the parts as arrays, without a copy. Ray copies such arrays only once."""
+    """Return byte strings as arrays, without a copy. Ray copies such arrays only once."""
     return [np.frombuffer(part, np.uint8) for part in parts if len(part)]
 
 
 def put(parts: Sequence[Bytes]) -> Reference:
-    """Put bytes, given in parts, into Ray's object store. They are copied once."""
+    """Put bytes, given in parts, into Ray's object store, with one copy. Return a reference to
+    them.
+    """
     return import_ray().put(arrays(parts))
 
 

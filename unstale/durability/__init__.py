@@ -1,7 +1,9 @@
-"""Durability: the journal, checkpoints and virtual clock with which a killed run can be resumed.
+"""Durability: the files and the virtual clock with which a killed run can be resumed.
 
-The training loop uses the Protocols of this file. Their methods are described in `journal.Journal`
-and `checkpoint.Checkpoints`. The planner simulates runs with implementations that write nothing.
+The journal records a run's episodes, and checkpoints have its weights and other state. The training
+loop uses the Protocols of this file. Their methods are described in `journal.Journal` and
+`checkpoint.Checkpoints`. The planner, which simulates runs, uses implementations that write
+nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class RunJournal(Protocol):
-    """The journal's methods that a run calls.
+    """The methods of a journal that a run calls.
 
-    The journal is a database of a run's episodes on disk.
+    A journal is a database on disk that records the episodes of a run.
     """
 
     def __enter__(self) -> Self: ...
@@ -57,7 +59,7 @@ class RunJournal(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """The checkpoint methods that the training loop calls."""
+    """The methods of `Checkpoints` that the training loop calls."""
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint: ...
 

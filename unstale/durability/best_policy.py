@@ -1,5 +1,5 @@
-"""The policy with the best evaluation of a run, and the early end of a run that no longer
-improves.
+"""Keep a copy of the policy with the best evaluation, and end a run whose evaluations do not
+improve.
 """
 
 import json
@@ -13,15 +13,17 @@ from unstale.config import EvalConfig
 from unstale.durability.run_folder import write_whole
 
 BEST = "best"
-"""Folder of the best policy in a run folder. It has the weights and the file `RECORD`."""
+"""Name of the folder in a run folder that has the weights of the best policy and the file
+`RECORD`.
+"""
 RECORD = "evaluation.json"
 
 
 def read_best(run: Path) -> Mapping[str, Any]:
-    """Return the record of a run's best policy: its metric, the value, its step and version.
+    """Return the record of a run's best policy. It is empty if the run keeps no best policy.
 
-    The record also lists the steps of later evaluations that were no better. It is empty if the run
-    keeps no best policy.
+    It has the name and value of the metric that was compared, the step and the version of the
+    policy, and the steps of later evaluations that were no better ("worse").
     """
     try:
         return dict(json.loads((run / BEST / RECORD).read_text(encoding="utf-8")))
@@ -32,18 +34,19 @@ def read_best(run: Path) -> Mapping[str, Any]:
 class BestPolicy:
     """A copy of the policy with the best evaluation so far, in the folder `best` of a run.
 
-    Evaluations are compared by the metric `eval.keep_best`. Of two equal ones, the first is the
-    best. A resumed run continues with the recorded best policy if its evaluation options are
-    unchanged. Evaluations from the step at which it resumes on are deleted, because they are
-    repeated.
+    Evaluations are compared by the metric that the option `eval.keep_best` names. A policy that
+    only equals the best one does not replace it. A resumed run goes on with the recorded best
+    policy if the options of the evaluation are unchanged. It forgets worse evaluations that it will
+    repeat.
     """
 
     def __init__(
         self, run: Path, config: EvalConfig, save: Callable[[Path], None], *, step: int
     ) -> None:
-        """Read the record in the run folder `run`. `step` is the step from which the run starts.
+        """Read the record of the best policy in the run folder `run`.
 
-        `save` writes the current policy as a Hugging Face folder.
+        `config` has the options of evaluations. `save` writes the current policy into a folder, in
+        Hugging Face's format. `step` is the step from which the run starts or resumes.
         """
         self._folder = run / BEST
         self._replaced = run / f"{BEST}.replaced"
@@ -66,14 +69,18 @@ class BestPolicy:
 
     @property
     def ends_run(self) -> bool:
-        """True if the last `eval.patience` evaluations were no better than the best before them."""
+        """True if the run should end: its last `eval.patience` evaluations were no better than the
+        best.
+
+        Always False if `eval.patience` is 0.
+        """
         return 0 < self._patience <= len(self._record.get("worse", ()))
 
     def add(self, step: int, version: int, metrics: Mapping[str, float]) -> bool:
-        """Compare the evaluation after `step` with the best one.
+        """Save the current policy if its evaluation is the best so far. Return True if it is.
 
-        If it is better, save the policy and return True. `metrics` are the results of the
-        evaluation. A failed evaluation, whose metric is NaN, is ignored. Raises `OSError` if the
+        `metrics` are the results of the evaluation after step `step`, whose weights have the number
+        `version`. An evaluation whose metric is NaN failed, and is ignored. Raises `OSError` if the
         policy cannot be written. The earlier best policy is then kept.
         """
         value = metrics[self._metric]

@@ -1,12 +1,13 @@
-"""The checkpoints and published weight versions in a run folder.
+"""The checkpoints and published versions of the weights in a run folder.
 
     checkpoints/step000012-version000012/
-        manifest.json        the state as a tree, and the checksum of every file
+        manifest.json        states of all components as a tree, and the checksum of every file
         trainer/             weights and optimizer: torch's distributed checkpoint, as safetensors
-        state.safetensors    every other tensor; copies of the weights are differences from them
+        state.safetensors    every other tensor; copies of weights are stored as differences
     versions/000013.safetensors
-                             a later version: its difference from the previous one, or all of it;
-                             a folder 000013.parts with a file of each rank, if ranks divide it
+                             weights of a version after the checkpoint: the difference from the
+                             previous version, or all weights; several ranks write a folder
+                             000013.parts instead, with one file for each rank
 
 Everything is written under a temporary name, flushed to disk and then renamed. A checkpoint is also
 read back and compared before it is renamed.
@@ -70,15 +71,15 @@ _VERSION_SUFFIXES = (".safetensors", ".parts")
 
 
 class Stateful(Protocol):
-    """A component whose state is saved in checkpoints.
+    """A component of a run whose state is saved in checkpoints.
 
-    The state consists of mappings, lists, tensors, numbers and text.
+    The state is a tree of mappings, lists, tensors, numbers and text.
     """
 
     def state(self) -> Mapping[str, Any]:
-        """Return the component's current state.
+        """Return the component's current state. Its tensors are the component's own, not copies.
 
-        Tensors are not copied. Only an optimizer step may change them.
+        Nothing but an optimizer step may change these tensors.
         """
         ...
 
@@ -88,11 +89,11 @@ class Stateful(Protocol):
 class Checkpoints:
     """A writer and reader of the checkpoints and weight versions in a run folder.
 
-    `parts` are the components to save, by name. `keep` is the number of checkpoints that `prune`
-    keeps. If the components are divided among `peers`, all ranks call `snapshot`, `write`, `load`
-    and `restore` together. With `copies`, a snapshot has copies of the trainer's state and of the
-    weights, in main memory. Call `snapshot` in the trainer's thread. `write_version`, `write` and
-    `weights` may run in other threads, with one `write` at a time.
+    `parts` are the components whose state is saved, by name. `prune` keeps the newest `keep`
+    checkpoints. `peers` are the ranks of the trainer. If there are several, all of them call
+    `snapshot`, `write`, `load` and `restore` together. With `copies`, a snapshot copies the
+    trainer's state and the weights to main memory. Call `snapshot` in the trainer's thread.
+    `write_version`, `write` and `weights` may run in other threads, with one `write` at a time.
     """
 
     def __init__(
@@ -115,9 +116,10 @@ class Checkpoints:
         """Names of the checkpoints that `prune` could not remove."""
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
-        """Return the current state of the run as a checkpoint, which is not yet written.
+        """Return the current state of the run as a checkpoint in memory.
 
-        Without `copies`, the weights must not change until the checkpoint is written.
+        `source` has the current weights and their version. If the `Checkpoints` were created
+        without `copies`, no optimizer step may run before the checkpoint is written.
         """
         weights = source.weights()
         states = {name: part.state() for name, part in self._parts.items()}
@@ -129,11 +131,13 @@ class Checkpoints:
         return Checkpoint(progress, source.version, states, weights, identity(self._journal))
 
     def save(self, progress: Progress, source: VersionedWeights) -> str:
-        """Write the current state of the run as a checkpoint. Return the checkpoint's name."""
+        """Write the current state of the run as a checkpoint. Return the name of the checkpoint's
+        folder.
+        """
         return self.write(self.snapshot(progress, source))
 
     def write(self, checkpoint: Checkpoint) -> str:
-        """Write a checkpoint, verify it on disk and return its name. Older checkpoints are kept.
+        """Write a checkpoint and verify it on disk. Return the name of its folder.
 
         Raises `CheckpointError` if it cannot be written. Files of the failed attempt are removed.
         """
@@ -162,8 +166,8 @@ class Checkpoints:
     def _remove_after_error(self, partial: Path) -> Iterator[None]:
         """Return a context that removes the folder `partial` if its body raises `CheckpointError`.
 
-        The disk may be full, and the run must still write its last log rows. Only the first rank
-        removes the folder.
+        This frees space on a full disk, on which the run still has to write its last log rows. Only
+        the first rank removes the folder.
         """
         try:
             yield
@@ -174,15 +178,19 @@ class Checkpoints:
 
     @contextmanager
     def _first_rank(self) -> Iterator[bool]:
-        """Return a context whose body has work for the first rank only.
+        """Return a context for work that only the first rank does.
 
-        The other ranks wait at its end. The context's value is True on the first rank.
+        The value of the context is True on the first rank. The other ranks wait at the end of its
+        body.
         """
         with self._peers.fail_together((OSError,)):
             yield self._peers.rank == 0
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore every component from a checkpoint."""
+        """Restore every component from a checkpoint.
+
+        Raises `CheckpointError` if the checkpoint has other components than the run.
+        """
         states = checkpoint.states
         if states.keys() != self._parts.keys():
             raise CheckpointError(
@@ -193,9 +201,10 @@ class Checkpoints:
             part.restore(states[name])
 
     def load(self, name: str) -> Checkpoint:
-        """Read a checkpoint. Raises `CheckpointError` unless it is complete and unchanged.
+        """Read the checkpoint in the folder `name`, and verify it.
 
-        Raises OSError, on all ranks, if some ranks have no such checkpoint in their run folder.
+        Raises `CheckpointError` if a file is missing or changed. Raises `OSError`, on all ranks, if
+        only some ranks find the checkpoint in their run folder.
         """
         folder = self._folder / name
         with wrap_file_errors(folder):
@@ -207,7 +216,9 @@ class Checkpoints:
             return read_parts(folder, body, layout, self._peers)
 
     def require_journal(self, name: str) -> None:
-        """Raise `CheckpointError` if the checkpoint belongs to the journal of another run."""
+        """Raise `CheckpointError` if the checkpoint `name` was written with another journal than
+        the run's.
+        """
         folder = self._folder / name
         with wrap_file_errors(folder):
             number = int(read_manifest(folder).get("journal", 0))
@@ -220,7 +231,7 @@ class Checkpoints:
     def _read_manifest(self, folder: Path) -> dict[str, Any]:
         """Return the content of a checkpoint's manifest.
 
-        All ranks call this. If it fails on one rank, all ranks raise the error.
+        All ranks call this method. If it fails on one rank, all ranks raise the error.
         """
         with self._peers.fail_together((OSError,)):
             is_visible = (folder / MANIFEST).is_file()
@@ -234,11 +245,11 @@ class Checkpoints:
             return read_manifest(folder)
 
     def prune(self, known: Collection[str] | None = None) -> dict[str, str]:
-        """Remove all but the newest checkpoints, and the versions that no kept checkpoint needs.
+        """Remove old checkpoints, and the weight versions up to the oldest checkpoint that is kept.
 
-        `known` are the names of the checkpoints in the journal. If given, checkpoints that it does
-        not name are removed, too. Return an error text for each checkpoint that could not be
-        removed. Later calls ignore these checkpoints.
+        The newest `keep` checkpoints stay. `known` are the names of the checkpoints in the journal.
+        If it is given, all other checkpoints are removed, too. Return, by name, an error text for
+        each checkpoint that could not be removed. Later calls do not try to remove it again.
         """
         usable = [
             (version, path)
@@ -260,9 +271,10 @@ class Checkpoints:
         return causes
 
     def remove_after(self, version: int) -> None:
-        """Remove the files of all versions after `version`.
+        """Remove the files of all versions with a number above `version`.
 
-        A deterministic run will publish them again.
+        A deterministic run calls this when it resumes, because it will publish these versions
+        again.
         """
         for number, path in self._list_versions():
             if number > version:
@@ -271,19 +283,21 @@ class Checkpoints:
     def write_version(
         self, version: int, weights: Mapping[str, Tensor], delta: Delta | None = None
     ) -> None:
-        """Write the weights of a version and flush them to disk.
+        """Write the weights of a published version to the folder `versions`, and flush them to
+        disk.
 
-        `delta` is the difference from the previous version. If it is given, only the difference is
-        written. A version that a checkpoint contains is written too, because the checkpoint may
-        turn out to be damaged later.
+        If `delta`, the difference from the previous version, is given, only this difference is
+        written. A version is written even if a checkpoint has the same weights, because the
+        checkpoint may be damaged later.
         """
         self.write_delta(delta or all_of(version, weights))
 
     def write_delta(self, delta: Delta) -> None:
-        """Write a version, given as the difference from the previous one, and flush it to disk.
+        """Write a published version to the folder `versions`, as a difference from the previous
+        version.
 
-        All ranks must call this. If the ranks divide the difference, each writes its part.
-        Otherwise the first rank writes all of it.
+        It is flushed to disk. All ranks must call this method. If each rank has only a part of the
+        difference, each writes its part. Otherwise the first rank writes all of it.
         """
         is_divided = delta.starts is not None
         partial = self._versions / f"{delta.version:06d}.part"
@@ -311,9 +325,10 @@ class Checkpoints:
                     flush_to_disk(self._versions)
 
     def read_weights(self, name: str) -> dict[str, Tensor]:
-        """Return all weights of a checkpoint, as a forward pass uses them, by the parameter's name.
+        """Return all weights of the checkpoint `name`, by parameter, in the precision of a forward
+        pass.
 
-        Raises `CheckpointError` unless the checkpoint's files are complete and unchanged.
+        Raises `CheckpointError` if a file of the checkpoint is missing or changed.
         """
         folder = self._folder / name
         with wrap_file_errors(folder):
@@ -321,7 +336,8 @@ class Checkpoints:
             return read_whole_policy(folder, body) if is_divided(body) else read_policy(folder)
 
     def adapter_base(self, name: str) -> int:
-        """Return the checksum of the base model of a checkpoint's LoRA adapters.
+        """Return a checksum of the base model to which the LoRA adapters in the checkpoint `name`
+        belong.
 
         0 if the checkpoint has no adapters.
         """
@@ -331,9 +347,10 @@ class Checkpoints:
             return int(dict(states[TRAINER]["mapping"]).get("base", 0))
 
     def weights(self, version: int) -> dict[str, Tensor]:
-        """Return the weights of a version, computed from a checkpoint and the differences after it.
+        """Return the weights of a version, by parameter, computed from an older checkpoint and
+        differences.
 
-        Raises LookupError if the version is no longer on disk.
+        Raises `LookupError` if the files for this are no longer on disk.
         """
         older = [entry for entry in self._list_checkpoints() if entry[0] <= version]
         if not older:
@@ -360,15 +377,15 @@ class Checkpoints:
 
     @property
     def steps(self) -> dict[int, str]:
-        """The checkpoint of each step, by step, oldest first.
+        """The name of the checkpoint of each step, by step, oldest first.
 
-        If a step has several, the newest is named.
+        If a step has several checkpoints, this is the newest.
         """
         return {int(name.removeprefix("step").partition("-")[0]): name for name in self.names}
 
     @property
     def versions(self) -> list[int]:
-        """Versions that have a file in `versions/`, in ascending order."""
+        """Numbers of the versions that have a file in the folder `versions`, in ascending order."""
         return [version for version, _ in self._list_versions()]
 
     def _list_checkpoints(self) -> list[tuple[int, Path]]:
@@ -383,8 +400,9 @@ def _advance(
 ) -> dict[str, Tensor]:
     """Return the weights of the version after `current`, given those of `current`.
 
-    `deltas` has the difference of the two versions: one delta, or one for each rank's part of the
-    weights. A delta with base -1 has all weights, as the difference from zeros.
+    `deltas` is the difference of the two versions: one element, or one for each rank's part of the
+    weights. A delta with base -1 does not need the earlier weights. Raises ValueError if the deltas
+    do not fit together or do not start from `current`.
     """
     if len({(delta.base, delta.version) for delta in deltas}) != 1:
         raise ValueError(f"its {len(deltas)} parts are not of one version")
@@ -409,9 +427,10 @@ def _remove(path: Path) -> None:
 
 
 def _remove_folder(path: Path) -> str:
-    """Remove a folder, or as many of its files as possible.
+    """Remove a folder. If that fails, remove as many of its files as possible and return the error
+    text.
 
-    Return the error text, or "" on success.
+    Return "" on success.
     """
     try:
         shutil.rmtree(path)
@@ -422,6 +441,10 @@ def _remove_folder(path: Path) -> str:
 
 
 def _list_by_version(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """Return `(version, path)` of a folder's entries whose names match `pattern`, oldest first."""
+    """Return `(version, path)` of the entries of a folder, by version.
+
+    `pattern` matches the whole name of an entry, and its first group the version. Other entries are
+    left out.
+    """
     matches = [(pattern.fullmatch(path.name), path) for path in folder.glob("*")]
     return sorted((int(match[1]), path) for match, path in matches if match)

@@ -1,9 +1,9 @@
-"""Write, flush, read and verify the files of one checkpoint. `checkpoint` has their layout.
+"""Write, flush, read and verify the files of one checkpoint. `checkpoint` describes its folder.
 
-The formats are JSON and safetensors, not pickle, so reading a file never executes code. Tensors
-that can be computed from the trainer's weights are not written again. The weights of a forward pass
-are the trainer's weights in another precision, and copies of them are written as differences. Files
-are written and read in parts, so no second copy of the model is needed in memory.
+The formats are JSON and safetensors, not pickle, so reading a file never executes code. Weights of
+a forward pass that equal the trainer's weights in another precision are not written again, and
+copies of them, such as those of earlier versions, are written as differences. Files are written and
+read in parts, so no second copy of the model is needed in memory.
 """
 
 import json
@@ -38,22 +38,20 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 TRAINER = "trainer"
-"""Name of the component whose state grows with the model. Its tensors are stored in torch's
+"""Name of the component with the weights and the optimizer state. Its tensors are stored in torch's
 distributed format, which a run with another number of ranks can read.
 """
 WEIGHTS_PREFIX = f"/{TRAINER}/weights/"
-"""Beginning of the names of the trainer's weights in a checkpoint. The weights of a forward pass
-are these in another precision.
-"""
+"""Beginning of the names of the trainer's weights in a checkpoint's files."""
 POLICY_PREFIX = "/policy/"
-"""Beginning of the names of those forward-pass weights that cannot be computed from the trainer's
-weights.
+"""Beginning of the names of forward-pass weights in a checkpoint's files. Only weights that are not
+the trainer's weights in another precision are stored under such a name.
 """
 
 MIN_FILE_BYTES = 8 << 20
 MAX_FILES = 64
 """Approximate largest number of files for the trainer's state. They are written one after the
-other, and writing takes memory for two copies of one file.
+other. Each takes memory for two copies of the file while it is written.
 """
 _READ_BYTES = 1 << 20
 _SHORTAGES = (
@@ -63,8 +61,8 @@ _SHORTAGES = (
     "unable to mmap",
     "Too many open files",
 )
-"""Parts of the messages of torch's errors when memory or file descriptors run out. Most of these
-errors have no class of their own.
+"""Parts of the messages with which torch reports a lack of memory or file descriptors. Most of
+these errors have no class of their own.
 """
 
 
@@ -76,38 +74,42 @@ class CheckpointError(RuntimeError):
 class Progress:
     """Training progress at a checkpoint. `step` is the number of steps done.
 
-    The weights of the last step are not yet published, and its metrics are not yet logged.
+    When the checkpoint is taken, the weights of the last step are not yet published, and its
+    metrics are not yet logged.
     """
 
     step: int = 0
     row: Mapping[str, Any] = field(default_factory=dict)
-    """Metrics of the last step, which are not yet logged."""
+    """Metrics of the last step, which a resumed run logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The full state of a run at one moment, except the episodes, which are in the journal.
+    """The full state of a run at one moment, without the episodes, which are in the journal.
 
-    The tensors in it are either copies, or the components' own tensors. In the second case it must
-    be written before the next optimizer step.
+    Its tensors are either copies or the components' own tensors. In the second case, the checkpoint
+    must be written before the next optimizer step.
     """
 
     progress: Progress
     version: int
     states: Mapping[str, Any]
     """The state of each component, by the component's name. A tensor in it that repeats a
-    forward-pass weight is stored as a `Difference`.
+    forward-pass weight is a `Difference`.
     """
     policy: Mapping[str, Tensor]
-    """The weights that a forward pass uses, by the parameter's name."""
+    """The weights that a forward pass uses, by the name of the parameter."""
     journal: int = 0
-    """The random number that identifies the run's journal (`journal.identity`). 0 if unknown."""
+    """The random number that identifies the run's journal (`journal.identity`). 0 if it is not
+    known.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor, stored as bitwise difference from the weight `name`, which has its shape and
-    dtype.
+    """A tensor that is stored as its bitwise difference from a weight of the same shape and dtype.
+
+    `name` is the weight's name.
     """
 
     name: str
@@ -115,11 +117,10 @@ class Difference:
 
 
 def subtract(state: Any, weights: Mapping[str, Tensor], name: str = "") -> Any:
-    """Return a state in which copies of weights are replaced by differences from the weights.
+    """Return the tree `state` with a `Difference` for each tensor that repeats one of `weights`.
 
-    A tensor repeats a weight if it has the weight's name, shape and dtype. Tensors that will change
-    later, such as the version store's full copy of the weights, are stored this way without another
-    copy.
+    A tensor repeats a weight if it has the weight's name, shape and dtype. `name` is the name under
+    which `state` is stored. A `Difference` is a copy, so the tensor itself may be changed later.
     """
     match state:
         case Tensor() if name in weights and _alike(state, weights[name]):
@@ -133,7 +134,7 @@ def subtract(state: Any, weights: Mapping[str, Tensor], name: str = "") -> Any:
 
 
 def copied(state: Any) -> Any:
-    """Return a state with copies of its tensors in main memory."""
+    """Return the tree `state` with copies of its tensors in main memory."""
     match state:
         case Tensor():
             return host_copy(state)
@@ -147,7 +148,7 @@ def copied(state: Any) -> Any:
 def write_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a checkpoint's files into an existing folder, flush them to disk and read them back.
 
-    Raises `CheckpointError` if the files read back differ from the state.
+    Raises `CheckpointError` if the tensors read back differ from those of the checkpoint.
     """
     tensors: dict[str, Tensor] = {}
     states = to_json(checkpoint.states, "", tensors)
@@ -176,12 +177,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def state_file(rank: int) -> str:
-    """Return the name of the file for a rank's tensors that do not belong to the trainer."""
+    """Return the name of the file in which rank `rank` writes its tensors outside the trainer's
+    state.
+    """
     return f"{STATE.removesuffix('.safetensors')}-{rank:05d}.safetensors" if rank else STATE
 
 
 def write_manifest(checkpoint: Checkpoint, folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest with the checksums of all files in a folder. Flush all of them to disk.
+    """Write a checkpoint's manifest, with the checksums of all files in `folder`. Flush all to
+    disk.
 
     `content` has further fields of the manifest. Raises `CheckpointError` if the manifest reads
     back differently.
@@ -208,9 +212,9 @@ def write_manifest(checkpoint: Checkpoint, folder: Path, content: Mapping[str, A
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint and verify it.
+    """Read a checkpoint that one rank wrote, and verify its files.
 
-    Raises `CheckpointError` if a file is missing, additional or changed.
+    Raises `CheckpointError` if a file is missing or changed, or does not belong to the checkpoint.
     """
     with wrap_file_errors(folder):
         body = read_manifest(folder)
@@ -231,7 +235,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_policy(folder: Path) -> dict[str, Tensor]:
-    """Read the forward-pass weights of a checkpoint, and verify them."""
+    """Return the forward-pass weights of a checkpoint, by parameter. The files are verified.
+
+    Raises `CheckpointError` if a file is missing or changed.
+    """
     with wrap_file_errors(folder):
         body = read_manifest(folder)
         for name in body["files"]:
@@ -242,7 +249,7 @@ def read_policy(folder: Path) -> dict[str, Tensor]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's manifest.
+    """Return the content of the manifest in a checkpoint folder.
 
     Raises ValueError if its format or checksum is wrong.
     """
@@ -262,9 +269,10 @@ def verify_file(folder: Path, name: str, manifest: Mapping[str, Any]) -> None:
 
 
 def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a component's state as JSON values. Tuples become lists.
+    """Return the tree `value`, a component's state, as JSON values. Tuples become lists.
 
-    The tensors in it are moved to `tensors`, by their path in the state.
+    Its tensors are added to `tensors`, under their path in the tree. `path` is the path of `value`.
+    Raises TypeError for a value that cannot be saved.
     """
     match value:
         case None | bool() | int() | str():
@@ -292,10 +300,10 @@ def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_json(tree: Any, tensors: Mapping[str, Tensor], policy: Mapping[str, Tensor]) -> Any:
-    """Return the state from which `to_json` made `tree` and `tensors`.
+    """Return the state that `to_json` turned into `tree` and `tensors`.
 
-    Differences from the weights in `policy` become whole tensors again. Raises ValueError or
-    KeyError for any other input.
+    A `Difference` becomes a whole tensor again, with the weights in `policy`. Raises ValueError or
+    KeyError if `to_json` cannot have returned `tree`.
     """
     match tree:
         case None | bool() | int() | float() | str():
@@ -324,10 +332,12 @@ def from_json(tree: Any, tensors: Mapping[str, Tensor], policy: Mapping[str, Ten
 
 @contextmanager
 def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
-    """Return a context that turns errors of a file into a `CheckpointError` with its name.
+    """Return a context that turns an error of the file `path` into a `CheckpointError` that names
+    it.
 
-    Three kinds of errors are not changed, because the content may be undamaged: an OSError for an
-    existing file, a lost connection to another rank, and a lack of memory or file descriptors.
+    Three kinds of errors stay unchanged, because the file may be undamaged: an `OSError` while
+    reading an existing file, a lost connection to another rank, and a lack of memory or file
+    descriptors. `action` is "read" or "written".
     """
     try:
         yield
@@ -353,9 +363,9 @@ def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
 
 
 def _is_unrelated(error: Exception, path: Path) -> bool:
-    """Return True if an error does not show that the content of `path` is damaged.
+    """Return True for a lost connection to another rank, or a lack of memory or file descriptors.
 
-    Such errors are a lost connection to another rank, and a lack of memory or file descriptors.
+    Such an error does not show that the content of `path` is damaged.
     """
     if isinstance(error, DistError | torch.OutOfMemoryError):
         return True
@@ -367,10 +377,11 @@ def _is_unrelated(error: Exception, path: Path) -> bool:
 def _load_trainer(
     folder: Path, shapes: Mapping[str, Any], wanted: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Load the tensors of the trainer from a checkpoint folder.
+    """Return the trainer's tensors of a checkpoint, by name.
 
-    `wanted` names them; None loads all. The files give the sizes of the tensors, so a damaged
-    manifest cannot exhaust the memory.
+    `shapes` has the dtype and shape of each from the manifest. `wanted` names the tensors to load;
+    None loads all. Memory is allocated by the sizes in the files, so a damaged manifest cannot
+    exhaust it. Raises ValueError if the sizes differ.
     """
     found: dict[str, list[Any]] = {}
     tensors: dict[str, Tensor] = {}
@@ -391,10 +402,11 @@ def _load_trainer(
 
 
 def forward_weights(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a checkpoint's forward-pass weights, from the `body` of its manifest and its tensors.
+    """Return a checkpoint's forward-pass weights, by parameter.
 
-    Trainer weights are converted to the precision of the forward pass. They are not copied if they
-    have it already.
+    `body` is the content of its manifest, and `tensors` has the tensors of its files. A weight of
+    the trainer is converted to the precision of the forward pass, but not copied if it has it
+    already.
     """
     return {
         name: tensors[WEIGHTS_PREFIX + name].to(getattr(torch, dtype))
@@ -405,9 +417,10 @@ def forward_weights(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> d
 
 
 def is_cast(tensors: Mapping[str, Tensor], name: str, weight: Tensor) -> bool:
-    """Return True if the weight `name` is the trainer's weight, converted to its dtype.
+    """Return True if `weight` equals, bit for bit, the trainer's weight `name` converted to its
+    dtype.
 
-    The comparison is bit for bit. `tensors` has the trainer's weights.
+    `tensors` has the trainer's weights, under names with `WEIGHTS_PREFIX`.
     """
     trained = tensors.get(WEIGHTS_PREFIX + name)
     if trained is None or trained.shape != weight.shape:
@@ -416,8 +429,8 @@ def is_cast(tensors: Mapping[str, Tensor], name: str, weight: Tensor) -> bool:
 
 
 def read_back(paths: Iterable[Path], written: Mapping[str, Tensor]) -> bool:
-    """Return True if the files contain exactly the tensors `written`, bit for bit, and no
-    others.
+    """Return True if the safetensors files in `paths` have exactly the tensors `written`, bit for
+    bit.
     """
     unread = dict(written)
     for path in paths:
@@ -437,7 +450,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _divide(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of the file in which each tensor is written, from 1."""
+    """Return, for each tensor, the number of the file in which it is written, from 1."""
     limit = max(MIN_FILE_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // MAX_FILES)
     files: dict[str, int] = {}
     number = 1
@@ -474,7 +487,11 @@ def _size_and_checksum(path: Path) -> list[int]:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Return a context without torch.distributed's warning that it is not initialised."""
+    """Return a context that raises the cause of an error of torch's distributed checkpoints
+    instead.
+
+    It also suppresses the warning that torch.distributed is not initialised.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled", category=UserWarning

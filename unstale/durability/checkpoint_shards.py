@@ -1,8 +1,7 @@
-"""Write checkpoints from several processes (ranks) together. Any number of ranks can read them.
+"""Write a checkpoint from several trainer processes (ranks). Any number of ranks can read it.
 
 Each rank writes its part of the trainer's tensors, in torch's distributed checkpoint format, and a
-file with its other tensors. The first rank writes the manifest at the end, when all files have been
-read back.
+file with its other tensors. When all files have been read back, the first rank writes the manifest.
 """
 
 import re
@@ -52,21 +51,21 @@ _FILE_ERRORS = (OSError, SafetensorError, ValueError, LookupError)
 _OPTIMIZER = re.compile(rf"/{TRAINER}/optimizer/state/(\d+)/.*")
 
 Layout = Mapping[str, Tensor]
-"""The trainer's weights by name, in the optimizer's order. They show how tensors are divided among
-ranks.
+"""The trainer's weights by name, in the optimizer's order. A weight that is sharded shows how
+tensors that belong to it are divided among the ranks.
 """
 
 
 def is_divided(body: Mapping[str, Any]) -> bool:
-    """Return True if several ranks wrote the checkpoint whose manifest has the content `body`."""
+    """Return True if several ranks wrote a checkpoint. `body` is the content of its manifest."""
     return "parts" in body
 
 
 def write_parts(checkpoint: Checkpoint, folder: Path, peers: RankGroup) -> None:
-    """Write a checkpoint from several ranks.
+    """Write a checkpoint into `folder` from several ranks.
 
-    All ranks must call this function, each with its own state. Raises ValueError, on all ranks, if
-    the files read back differ from the state.
+    All ranks (`peers`) must call this function, each with its own state. Raises ValueError, on all
+    ranks, if the tensors read back differ from those that were written.
     """
     tensors: dict[str, Tensor] = {}
     states = to_json(checkpoint.states, "", tensors)
@@ -102,10 +101,11 @@ def write_parts(checkpoint: Checkpoint, folder: Path, peers: RankGroup) -> None:
 def read_parts(
     folder: Path, body: Mapping[str, Any], layout: Layout, peers: RankGroup
 ) -> Checkpoint:
-    """Read a checkpoint on several ranks.
+    """Read a checkpoint on several ranks, or one that several ranks wrote. Return this rank's
+    state.
 
-    All ranks must call this function, and each receives its own state. `body` is the content of the
-    manifest. Raises ValueError, on all ranks, if a file was changed.
+    All ranks (`peers`) must call this function. `body` is the content of the checkpoint's manifest.
+    Raises ValueError, on all ranks, if a file is missing or changed.
     """
     with peers.fail_together(_FILE_ERRORS):
         files = sorted(list_files(folder).keys() - {MANIFEST})
@@ -134,7 +134,11 @@ def read_parts(
 
 
 def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all weights of a forward pass from a checkpoint, in a single process."""
+    """Return all forward-pass weights of a checkpoint that several ranks wrote, in a single
+    process.
+
+    `body` is the content of its manifest. Raises ValueError if a file was changed.
+    """
     for name in body["files"]:
         verify_file(folder, name, body)
     wanted = {
@@ -154,9 +158,9 @@ def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor
 
 
 def _first_copy(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the manifest entries of the ranks that hold the first copy of the model.
+    """Return the entries in the manifest `body` of the ranks that hold the model's first replica.
 
-    If the model has several copies, the ranks of the others wrote the same.
+    The ranks of other replicas wrote the same.
     """
     written = [{"states": body["states"], "policy": body["policy"]}, *body.get("parts", [])]
     return written[: len(written) // body.get("replicas", 1)]
@@ -170,8 +174,9 @@ def _whole(
 ) -> Tensor:
     """Return a whole forward-pass weight, joined from the parts of all ranks.
 
-    `trained` is the trainer's weight of this name, or None. A rank's part is in the rank's file,
-    unless it equals `trained` in another precision.
+    `written` and `files` have the manifest entry and the tensors of each rank. A rank's part is in
+    its file, unless it equals a part of `trained`, the trainer's weight, in another precision.
+    `trained` is None if the trainer has no weight of this name.
     """
     parts = [
         files[rank][POLICY_PREFIX + name]
@@ -186,7 +191,9 @@ def _whole(
 def _load(
     targets: dict[str, Tensor], folder: Path, peers: RankGroup = SINGLE_PROCESS
 ) -> dict[str, Tensor]:
-    """Read the trainer's tensors into `targets`. Several ranks (`peers`) read together."""
+    """Fill `targets` with the trainer's tensors of a checkpoint, and return it. All `peers` read
+    together.
+    """
     alone = peers.count == 1
     reader = HuggingFaceStorageReader(str(folder / TRAINER))
     with plain_errors():
@@ -197,8 +204,8 @@ def _load(
 def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
     """Return a tensor of zeros into which the checkpoint's tensor `name` can be read.
 
-    It is divided among the ranks like the weight to which it belongs. If it belongs to none, it is
-    whole.
+    `shape` is its dtype and shape. It is divided among the ranks like the weight of `layout` to
+    which it belongs. If it belongs to none, it is not divided.
     """
     dtype, size = getattr(torch, shape[0]), list(shape[1:])
     like = layout.get(name.removeprefix(WEIGHTS_PREFIX))
@@ -214,9 +221,10 @@ def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
 def _divided_anew(
     folder: Path, body: Mapping[str, Any], layout: Layout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return this rank's states and weights from a checkpoint that another number of ranks wrote.
+    """Return this rank's states and forward-pass weights, from a checkpoint of another number of
+    ranks.
 
-    This takes memory for all weights of a forward pass, and for the weights in every rank's part.
+    This needs memory for all forward-pass weights, and for the states of all ranks that wrote it.
     """
     wholes = read_whole_policy(folder, body)
     states = []
@@ -245,10 +253,10 @@ def _chunk(whole: Tensor, rank: int, count: int) -> Tensor:
 
 
 def _join(name: str, values: Sequence[Any], wholes: Mapping[str, Tensor], layout: Layout) -> Any:
-    """Return this rank's state from the values `name` of all ranks that wrote the checkpoint.
+    """Return this rank's state from `values`, the states of all ranks that wrote the checkpoint.
 
-    Tensors with the name of a weight are parts of that weight. All other values are the same on
-    every rank.
+    A tensor with the name of a weight is each rank's part of it, and is joined and divided again.
+    All other values are the same on every rank. `name` is the name of the state.
     """
     first = values[0]
     match first:
@@ -268,9 +276,11 @@ def _join(name: str, values: Sequence[Any], wholes: Mapping[str, Tensor], layout
 def _join_store(
     states: Sequence[Any], wholes: Mapping[str, Tensor], layout: Layout
 ) -> Mapping[str, Any]:
-    """Return the state of this rank's version store from the states of several ranks.
+    """Return the state of this rank's version store, from those of the ranks that wrote the
+    checkpoint.
 
-    A version store keeps past versions of the weights, here this rank's part of each.
+    A version store keeps past versions of the weights. On each rank it has that rank's part of
+    them.
     """
     stores = []
     for state in states:
@@ -294,7 +304,4 @@ def _own_part(name: str, whole: Tensor, layout: Layout) -> Tensor:
 
 
 def _of(tree: Mapping[str, Any], name: str) -> Any:
-    """Return the state of the component `name` from `tree`, which has the states of all
-    components.
-    """
     return next(value for key, value in tree["mapping"] if key == name)

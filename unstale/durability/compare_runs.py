@@ -16,20 +16,21 @@ from unstale.durability.run_folder import METRICS, RunFolder
 from unstale.weights.bits import words
 
 MEASURED = ("_s", "/busy_share")
-"""Endings of the names of metrics that depend on the real clock. Such metrics are not compared."""
+"""Endings of the names of metrics that are measured with the real clock. They are not compared."""
 
 MAX_LISTED = 5
-"""Largest number of differences that are listed for one file or table."""
+"""Largest number of differences that are listed for one file or one table of the journal."""
 
 _POLICY = Path("policy") / "model.safetensors"
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Return a sentence for each difference between two run folders. Equal runs have none.
+    """Return a sentence for each difference between two run folders. The list is empty for equal
+    runs.
 
-    All checkpoints and versions that both folders have, the trained policy, the journal and the
-    metrics are compared. Times, and metrics with the endings in `MEASURED`, are not compared.
-    Raises `JournalError`, `CheckpointError` or `ConfigError` if a file cannot be read.
+    Compared are the checkpoints and versions that both folders have, the trained policy, the
+    journal and the metrics. Times, and metrics with an ending of `MEASURED`, are left out. Raises
+    `JournalError`, `CheckpointError` or `ConfigError` if a file cannot be read.
     """
     found = _compare_checkpoints(one, other)
     found += _limit(str(_POLICY), _compare(_trained_policy(one), _trained_policy(other)))
@@ -54,15 +55,13 @@ def _compare_checkpoints(one: Path, other: Path) -> list[str]:
 
 
 def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a checkpoint's contents, except step and version, which are in the checkpoint's
-    name.
-    """
+    """Return a checkpoint's contents without step and version, which its name has."""
     row = checkpoint.progress.row
     return {"row": row, "states": checkpoint.states, "policy": checkpoint.policy}
 
 
 def _trained_policy(run: Path) -> dict[str, Tensor]:
-    """Return the weights that a run saved at its end. Empty if the run has not ended."""
+    """Return the weights that a run saved at its end, by name. Empty if the run has not ended."""
     return load_file(run / _POLICY) if (run / _POLICY).exists() else {}
 
 
@@ -71,9 +70,9 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def _rows(journal: JournalReader, table: str) -> list[dict[str, Any]]:
-    """Return the rows of a journal's table, without times.
+    """Return the rows of a journal's table without times.
 
-    The checksums of rows (seals) are left out as well, because they include the times.
+    The checksums of the rows are left out too, because they cover the times.
     """
     columns = [name for name in COLUMNS[table] if name != "at"]
     values = journal.rows(f"SELECT {', '.join(columns)} FROM {table} ORDER BY rowid")
@@ -124,7 +123,11 @@ def _is_measured(name: str) -> bool:
 
 
 def _limit(where: str, found: Iterable[str]) -> list[str]:
-    """Return the first `MAX_LISTED` differences at `where`, and the number of the others."""
+    """Return the first `MAX_LISTED` differences, and a line with the number of further ones, if
+    any.
+
+    `where` begins each line.
+    """
     texts = list(found)
     listed = [f"{where}: {text}" for text in texts[:MAX_LISTED]]
     if len(texts) > MAX_LISTED:

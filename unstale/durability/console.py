@@ -1,6 +1,6 @@
-"""The console of all commands. It escapes control characters in text.
+"""The console of all commands. It shows control characters as escapes.
 
-So no text of a model, an environment or a run can control the user's terminal.
+So text of a model, an environment or a run cannot control the user's terminal.
 """
 
 import io
@@ -21,13 +21,12 @@ from rich.segment import Segment
 from unstale.durability.run_folder import show_controls
 
 _outputs: dict[bool, tuple[IO[str], Any]] = {}
-"""Standard output (key False) and standard error (key True), each with the identity of its open
-file.
-"""
+"""Standard output (key False) and standard error (key True), each with `_opened` of its file."""
 
 
 def keep_outputs() -> None:
-    """Store the current standard output and error for consoles, in case other code replaces them.
+    """Store the current standard output and error, to which consoles write even if code replaces
+    them.
 
     If other code closes one of the two, consoles write to the other.
     """
@@ -36,9 +35,9 @@ def keep_outputs() -> None:
 
 
 def _opened(file: IO[str]) -> tuple[int, int] | None:
-    """Return device and inode of an open file, which identify it. None if it is closed.
+    """Return the device and inode of an open file, which identify it. None if it is closed.
 
-    A descriptor number does not identify a file, because it is reused after closing.
+    Its descriptor number does not, because it is reused after closing.
     """
     try:
         status = os.fstat(file.fileno())
@@ -48,8 +47,9 @@ def _opened(file: IO[str]) -> tuple[int, int] | None:
 
 
 class Console(console.Console):
-    """rich's console, which escapes control characters in text. Control codes of rich itself still
-    work.
+    """A console of rich that shows control characters in text as escapes.
+
+    rich's own control codes, such as colours, still work.
     """
 
     @property
@@ -94,9 +94,9 @@ class _Escaped(io.TextIOBase):
 
 @contextmanager
 def escaped_prints() -> Iterator[None]:
-    """Return a context in which control characters in printed text are escaped.
+    """Return a context in which printed control characters are shown as escapes.
 
-    `rich.live` does this on a terminal only, but a log file may later be shown on a terminal.
+    `rich.live` does this only on a terminal. But a log file may later be shown on a terminal.
     """
     if not _outputs:
         yield
@@ -107,7 +107,9 @@ def escaped_prints() -> Iterator[None]:
 
 
 def escape_logs() -> None:
-    """Escape control characters in warnings and log messages, such as those of transformers."""
+    """Show control characters in warnings and log messages of all libraries as escapes, from this
+    call on.
+    """
     make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
 
     def escaped_record(*arguments: Any, **options: Any) -> logging.LogRecord:
@@ -123,9 +125,9 @@ def escape_logs() -> None:
 
 
 def escape_tracebacks() -> None:
-    """Escape control characters in the tracebacks of unhandled errors.
+    """Show control characters in the tracebacks of unhandled errors as escapes, from this call on.
 
-    Python prints these itself: for the main thread, for other threads and for `__del__`.
+    This replaces Python's hooks for the main thread, other threads and `__del__`.
     """
 
     def show(

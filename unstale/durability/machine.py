@@ -1,4 +1,4 @@
-"""Descriptions of the machine and code for result tables, and the lock of a folder."""
+"""Text about the machine and the code for result tables, and the lock of a folder."""
 
 import fcntl
 import platform
@@ -13,11 +13,11 @@ from unstale.config import ConfigError
 from unstale.weights.child_process import cores
 
 LOCK_S = 1.0
-"""Seconds to wait for another process that is about to release the lock of a folder."""
+"""Seconds to wait for a lock, because a killed command keeps its lock for a moment."""
 
 
 def machine() -> str:
-    """Return the number of cores and the processor of this machine: `2 cores of <CPU name>`."""
+    """Return the machine's number of cores and its processor, as `2 cores of <CPU name>`."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -25,13 +25,13 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Return a text with the versions of Python, torch and transformers."""
+    """Return a text with the installed versions of Python, torch and transformers."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return f"Python {platform.python_version()}, {packages}"
 
 
 def commit() -> str:
-    """Return the git commit of this code, with `-dirty` if files were changed.
+    """Return the git commit of unstale's code, with `-dirty` if files were changed.
 
     Empty if the code is not in a repository.
     """
@@ -49,9 +49,6 @@ def commit() -> str:
 
 
 def _lock(file: int) -> None:
-    """Lock an open file. Retry for `LOCK_S` seconds, because a killed command keeps its lock for a
-    moment.
-    """
     until = time.monotonic() + LOCK_S
     while True:
         try:
@@ -64,9 +61,10 @@ def _lock(file: int) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[int]:
-    """Lock a folder for this process and the processes that inherit the yielded file descriptor.
+    """Return a context in which this process has locked a folder. Its value is a file descriptor.
 
-    Raises `ConfigError` if another process has locked the folder, or if it cannot be locked.
+    Processes that inherit the descriptor share the lock. Raises `ConfigError` if another process
+    has locked the folder, or if it cannot be locked.
     """
     with ExitStack() as until_unlocked:
         try:

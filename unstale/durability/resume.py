@@ -17,55 +17,59 @@ from unstale.old_logps.scoring.scorer import Weights
 from unstale.records import GroupRequest, PendingPiece, Task
 
 MAX_GROUPS = 1000
-"""Number of finished groups whose failed shares are restored, for the limit on failures."""
+"""Number of finished groups whose shares of failed episodes a resumed run reads, for the limit
+`rollout.max_failed_share`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """The progress of a run and the unfinished work in its journal. The default is a new run."""
+    """The progress of a run and the unfinished work in its journal. The default is that of a new
+    run.
+    """
 
     progress: Progress = field(default_factory=Progress)
     requests: tuple[GroupRequest, ...] = ()
-    """Groups that no checkpoint was trained on, in the order in which they were started, with their
-    recorded episodes.
+    """Groups that no checkpoint was trained on, in the order of their start. Each request has the
+    group's recorded episodes.
     """
     admitted: int = 0
-    """Number of groups that were started so far."""
+    """Number of groups that the run has started."""
     place: int = 0
-    """Index of the next training task in the sequence of tasks."""
+    """Index of the next task in the sequence of training tasks."""
     episodes: int = 0
-    """Number of episodes that were begun so far."""
+    """Number of episodes that the run has begun."""
     quarantined: frozenset[Task] = frozenset()
-    """Tasks that failed too often and are not tried again."""
+    """Tasks whose episodes failed too often. They are not tried again."""
     failed_shares: tuple[float, ...] = ()
     """The share of failed episodes in each of the last finished groups, in the order in which the
-    groups began.
+    groups were started.
     """
     visits: Mapping[Task, int] = field(default_factory=dict)
-    """Number of groups started on each task. Empty if the run has no pool of tasks."""
+    """Number of groups started on each task. Empty if the option `selection.pool` is not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """The state of a run that `load_resume_state` has read from its folder."""
+    """The state of a run, as `load_resume_state` read it from the run folder."""
 
     state: ResumeState
     checkpoint: Checkpoint
     highest: int
-    """The highest version number that was ever published."""
+    """The highest version number that the run has published."""
     version_gaps: tuple[tuple[int, int], ...]
-    """Version numbers that resumes skipped, in the form of `Policy.version_gaps`. Numbers that only
-    damaged checkpoints used are included.
+    """Version numbers that earlier resumes skipped, as in `Policy.version_gaps`. Numbers that only
+    damaged checkpoints have count, too.
     """
     metrics: list[dict[str, Any]]
-    """Metrics of the steps before the checkpoint's step, whose own metrics are logged again."""
+    """Metrics of each step before the step of the checkpoint."""
 
 
 class Recoverable(Protocol):
-    """A component that needs the weights of earlier versions after a resume.
+    """A component that needs weights of earlier versions after a resume.
 
-    `past` has, by version, the sampled tokens that no batch has contained yet. `weights` reads the
-    weights of a version from disk.
+    In `recover`, `past` has the sampled tokens that no batch has contained yet, by the version that
+    sampled them. `weights` is a function that reads the weights of a version from disk.
     """
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None: ...
@@ -79,11 +83,10 @@ def load_resume_state(
 ) -> StoredRun:
     """Read the state of a run, and set its journal back to the newest undamaged checkpoint.
 
-    A checkpoint is undamaged if every file has its recorded checksum. A deterministic run also
-    deletes everything newer than the checkpoint, because it is computed again. The results of an
-    evaluation at the checkpoint's step are kept, because the metrics of this step are logged again.
-    `on_event` is called for damaged checkpoints. Raises `CheckpointError` if all checkpoints are
-    damaged.
+    A checkpoint is undamaged if every file has its recorded checksum. `on_event` is called for
+    damaged ones. A deterministic run (`config`) also deletes everything newer than the checkpoint,
+    because it is computed again. The metrics of the checkpoint's own step are logged again, and for
+    them results of an evaluation are kept. Raises `CheckpointError` if no checkpoint is undamaged.
     """
     with Journal.read(run) as reader:
         rows = reader.checkpoints()
@@ -127,9 +130,10 @@ def restore(
     """Restore every component from a stored run. Return the state from which the run continues.
 
     `parts` are the component that computes old log-probabilities, and the auditor. They receive the
-    sampled tokens that no batch has contained yet, so that the values of these can be computed
-    again. If versions after the checkpoint were published, the policy gets a higher version number,
-    because no published number may be used twice.
+    sampled tokens that no batch has contained yet, so that they can compute the values of these
+    again. If the run published versions after the checkpoint, `policy` gets a higher version
+    number, because a number must not be used twice. Raises `CheckpointError` if the checkpoint does
+    not fit the options of the run, or a version that is needed is not on disk.
     """
     old_logps, auditor = parts
     try:
@@ -168,9 +172,8 @@ def restore(
 
 
 def init_run(run: Path, checkpoints: Checkpoints, policy: Policy) -> ResumeState:
-    """Write the first checkpoint of a new run.
-
-    Return the state of a run that has done nothing yet.
+    """Write the first checkpoint of a new run. Return the state of a run without any step or
+    episode.
     """
     _save(run, checkpoints, Progress(), policy)
     return ResumeState()
@@ -183,9 +186,10 @@ def _save(run: Path, checkpoints: Checkpoints, progress: Progress, policy: Polic
 
 
 def _version_gaps(rows: Sequence[CheckpointRow]) -> tuple[tuple[int, int], ...]:
-    """Return `(version, numbers skipped so far)` for every gap in the version numbers.
+    """Return `(version, numbers skipped so far)` for every version before which resumes skipped
+    numbers.
 
-    Without gaps, a version equals its step.
+    Without skipped numbers, a version equals its step. `rows` are the checkpoints in order.
 
     >>> steps = [(0, 0), (5, 5), (5, 8), (10, 13)]
     >>> _version_gaps([CheckpointRow(i, *step, "") for i, step in enumerate(steps)])
@@ -201,9 +205,10 @@ def _newest_sound(
     rows: Sequence[CheckpointRow],
     on_event: Callable[..., None],
 ) -> tuple[CheckpointRow, Checkpoint]:
-    """Return the newest checkpoint in the journal whose files are undamaged.
+    """Return the newest checkpoint in the journal whose files are undamaged: its row and its
+    content.
 
-    Raises `CheckpointError` if there is none. `on_event` is called for each damaged one.
+    `on_event` is called for each damaged one. Raises `CheckpointError` if none is undamaged.
     """
     cause: CheckpointError | None = None
     for row in reversed(rows):

@@ -1,8 +1,8 @@
-"""The files of a run folder. `RunLog` writes them and `RunFolder` reads them.
+"""The files of a run folder except the journal: metrics, events, configuration and error.
 
-Metrics and events are JSON lines, and each line is flushed. So a killed run leaves complete lines
-and at most one incomplete line at the end. Reading the files does not import torch. Episodes are in
-the journal.
+`RunLog` writes them and `RunFolder` reads them. Metrics and events are JSON lines, and each line is
+flushed. So a killed run leaves complete lines and at most one incomplete line at the end. Reading
+the files does not import torch.
 """
 
 import dataclasses
@@ -31,18 +31,18 @@ HANG = "hang.txt"
 REPORT = "report.html"
 AUDIT = "audit.json"
 TOKENIZER = "tokenizer.json"
-"""Name of the file with the policy's tokenizer, which turns the journal's tokens into text."""
+"""Name of the file with the policy's tokenizer, which turns the tokens in the journal into text."""
 
 MAX_OBJECT_BYTES = 32 << 20
-"""Largest size in bytes of a JSON file to be read. The limit exists because the folder may come
-from an untrusted source.
+"""Largest size in bytes of a JSON file that is read. A run folder may come from an untrusted
+source, so a larger file is refused.
 """
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Largest size in bytes of a `config.json` to be read. A run writes about 10 kB."""
+"""Largest size in bytes of a `config.json` that is read. A run writes about 10 kB."""
 
 MAX_ERROR_BYTES = 100_000
-"""Largest number of bytes that are read of a run's `error.txt`."""
+"""Number of bytes at the end of a run's `error.txt` that are read."""
 
 
 def plain(value: Any) -> Any:
@@ -73,9 +73,6 @@ def plain(value: Any) -> Any:
 
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Pattern of control characters, halves of surrogate pairs, and marks that change the reading
-direction. Tab and line feed are not included.
-"""
 
 
 def show_controls(text: str) -> str:
@@ -90,25 +87,26 @@ def show_controls(text: str) -> str:
 
 
 _STEERING = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters that JSON may contain unescaped: terminal controls above 0x7e, and characters
-that change the direction of text.
+"""Characters that JSON may contain unescaped but that control a terminal: codes from 0x7f to 0x9f,
+and characters that change the direction of text.
 """
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Return a value as valid JSON text, in which NaN and infinity are null.
+    """Return a value as JSON text. NaN and infinity become null.
 
-    All control characters are escaped, so that the text can be shown on a terminal.
+    Control characters are escaped, so that a terminal can show the text.
     """
     text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
     return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file's content in one step. If `path` is a symbolic link, the link is replaced.
+    """Write a file, or replace its content in one step. A symbolic link at `path` is replaced
+    itself.
 
-    With `durable`, wait until the new content is safe from a power cut. Otherwise the file may be
-    empty after one.
+    With `durable`, wait until the disk has the content, so that it survives a power cut. Otherwise
+    the file may be empty after one.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
@@ -122,9 +120,9 @@ def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 class RunLog:
-    """A writer of a run's metrics, events and configuration.
+    """A writer of a run's metrics, events, configuration and error.
 
-    `clock` returns seconds. The run's time is 0 when the log is created.
+    `clock` returns seconds. Times in the files are seconds since the run began.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -133,8 +131,9 @@ class RunLog:
         self._start = clock()
         self._files: dict[str, IO[str]] = {}
         self._before: frozenset[Path] | None = None
-        """The paths that were in the folder before `create`. None for a log that `reopen`
-        returned.
+        """The entries that the folder had before `create`.
+
+        None for a log that `reopen` returned.
         """
         self._is_new = False
         """True if the folder did not exist before `create`."""
@@ -143,7 +142,7 @@ class RunLog:
     def create(
         cls, path: Path, config: Any = None, *, clock: Callable[[], float] = time.monotonic
     ) -> Self:
-        """Create the run folder and write the configuration.
+        """Create a run folder and write `config`, the options of the run. Return its log.
 
         Raises `ConfigError` if the folder already has a run.
         """
@@ -165,8 +164,8 @@ class RunLog:
     def reopen(cls, path: Path, *, clock: Callable[[], float] = time.monotonic) -> Self:
         """Return a log that continues the log of a run folder, from the time of its last event.
 
-        An incomplete last line, which a kill left, is removed. The configuration and the error of
-        the run stay unchanged until `begin_again`.
+        An incomplete last line, which a kill left, is removed. The files with the configuration and
+        the error of the earlier run stay unchanged until `begin_again`.
         """
         events = list(read_jsonl(path / EVENTS))
         write_whole(path / EVENTS, "".join(dumps(row) + "\n" for row in events))
@@ -175,16 +174,17 @@ class RunLog:
         return log
 
     def begin_again(self, config: Any) -> None:
-        """Write the configuration of a resumed run, and remove the error that ended the run before.
+        """Write the options of a resumed run, and remove the error with which the run ended before.
 
-        Call it only after all checks of the configuration, because the next resume reads what it
-        writes.
+        Call it only after all checks of the options, because the next resume reads them from this
+        file.
         """
         self._write_config(config)
         (self.path / ERROR).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove all files added to the folder since `create`, and the folder if it was new.
+        """Remove everything that was added to the folder since `create`, and the folder if `create`
+        made it.
 
         Files that another program is still writing may remain.
         """
@@ -201,19 +201,23 @@ class RunLog:
                 self.path.rmdir()
 
     def rewind(self, metrics: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the content of `metrics.jsonl` by these rows. They come from the journal."""
+        """Replace the content of `metrics.jsonl`. A resumed run gives the rows that its journal
+        has.
+        """
         self.close()
         write_whole(self.path / METRICS, "".join(dumps(row) + "\n" for row in metrics))
 
     @property
     def seconds(self) -> float:
-        """Seconds since the run began, including the time before a resume."""
+        """Seconds since the run began. For a resumed run, the time until its last event is
+        included.
+        """
         return self._clock() - self._start
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics of a step.
+        """Append the metrics of a step to `metrics.jsonl`.
 
-        `time_s`, the run's time, is added unless `metrics` has it.
+        The run's time in seconds is added as `time_s` if `metrics` does not have it.
         """
         self._append(METRICS, {"step": step, "time_s": round(self.seconds, 3), **metrics})
 
@@ -221,8 +225,10 @@ class RunLog:
         self._append(EVENTS, {"time": round(self.seconds, 3), "kind": kind, **fields})
 
     def write_last_event(self, kind: str, **fields: Any) -> None:
-        """Write an event without the open file object, whose write a signal may have
-        interrupted.
+        """Append an event to `events.jsonl` while the process is ending.
+
+        The event is written without the open file object, because a signal may have interrupted its
+        write.
         """
         row = dumps({"time": round(self.seconds, 3), "kind": kind, **fields})
         descriptor = os.open(self.path / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -230,10 +236,10 @@ class RunLog:
 
     @contextmanager
     def span(self, lane: str, label: str = "") -> Iterator[None]:
-        """Return a context for an activity.
+        """Return a context that times an activity.
 
-        At its end, an event of kind "span" with start and end is written. The event is also written
-        if the body fails.
+        At its end, an event of kind "span" is written, with the activity's start and end in
+        seconds, even if the body fails. `lane` is the line of the timeline on which it is shown.
         """
         start = round(self.seconds, 3)
         try:
@@ -301,7 +307,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 class RunFolder:
     """A reader of the files of one run, which may be active, killed or failed.
 
-    `gaps` describes the missing and damaged parts of the files read so far.
+    `gaps` has a sentence for each part that was missing or damaged in the files read so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -316,9 +322,9 @@ class RunFolder:
             )
 
     def config(self) -> Row:
-        """Return the options in `config.json`, under their current names.
+        """Return the options in `config.json`. Options that were renamed have their current names.
 
-        Empty if the file is damaged.
+        Empty if the file is missing or damaged.
         """
         if not self.holds(CONFIG):
             self.add_gap(f"{CONFIG} is missing")
@@ -339,10 +345,10 @@ class RunFolder:
             self.add_gap(f"{error}; what follows it was not read")
 
     def error(self) -> str:
-        """Return the error that ended the run, or "" if there is none.
+        """Return the text of the error that ended the run, or "" if there is none.
 
-        If the file is larger than `MAX_ERROR_BYTES`, only its end is returned, because a traceback
-        ends with the error.
+        Of a file with more than `MAX_ERROR_BYTES`, only the end is returned. A traceback ends with
+        the error.
         """
         if not self.holds(ERROR):
             return ""
@@ -357,7 +363,8 @@ class RunFolder:
     def holds(self, name: str) -> bool:
         """Return True if the run folder has a regular file `name`.
 
-        Symbolic links do not count, because links in an untrusted folder could reveal your files.
+        Symbolic links do not count, because those in an untrusted folder could show files from
+        outside it.
         """
         if (self.path / name).is_symlink():
             self.add_gap(f"{name} is a link, and links are not followed")

@@ -1,9 +1,9 @@
-"""An event loop with virtual time, for deterministic runs: the order of events is always the same.
+"""An event loop with virtual time, in which the events of a run always have the same order.
 
-When no task can continue, the clock advances to the next timer. A call in another thread stops the
-loop in real time, and its result is available `WORK_S` virtual seconds later. In these seconds
-episodes continue, as beside a real trainer, in the same order in every run. Sockets do not work on
-this loop.
+Deterministic runs use it. When no task can continue, the clock advances to the next timer. A call
+in another thread stops the loop until the call ends, and its result is delivered `WORK_S` virtual
+seconds later. In these virtual seconds, episodes continue, as they would beside a real trainer.
+Sockets do not work on this loop.
 """
 
 import asyncio
@@ -28,15 +28,17 @@ from unstale.stop_signals import StopSignals, active
 T = TypeVar("T")
 
 WORK_S = 0.1
-"""Virtual seconds that one call in another thread takes."""
+"""Virtual seconds after which the loop receives the result of a call in another thread."""
 
 
 class Stalled(RuntimeError):
-    """Error: a deadlock, because every task waits and no timer is set."""
+    """Error: a deadlock of a deterministic run, because every task waits and no timer is set."""
 
 
 class RunLoop(asyncio.SelectorEventLoop):
-    """An event loop for runs. If the user's code calls `stop` on it, `EnvError` is raised."""
+    """An event loop for runs. If an environment's or other user code calls `stop`, it raises
+    `EnvError`.
+    """
 
     def stop(self) -> None:
         if OCCUPANCY.current:
@@ -80,7 +82,7 @@ class VirtualLoop(RunLoop):
         return result
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Do nothing: no call uses that executor.
+        """Do nothing, because the default executor is never used.
 
         asyncio would end it in a thread, for which virtual time cannot wait.
         """
@@ -119,7 +121,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 def _report_lost(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error that no task receives, without its text, because its `__str__` may hang."""
+    """Log an error that no task receives, without its text, because making the text may hang."""
     error = context.get("exception")
     kind = f" ({type(error).__name__})" if error else ""
     logging.getLogger("asyncio").error("%s%s", context.get("message"), kind)
@@ -136,12 +138,13 @@ def run(
     virtual: bool = False,
     on_stuck: Callable[[str], None] = lambda message: None,
 ) -> T:
-    """Run a coroutine like `asyncio.run`. With `virtual`, its time is virtual.
+    """Run a coroutine like `asyncio.run`, and return its result. With `virtual`, its time is
+    virtual.
 
-    An event loop that already runs in this thread, such as Jupyter's, waits meanwhile. Code of the
-    user that blocks the event loop is interrupted. If that is not possible, `on_stuck` is called
-    with a message and the process ends. At the end, code of the user that never returns is not
-    waited for.
+    An event loop that already runs in this thread, such as Jupyter's, waits meanwhile. User code,
+    such as an environment, is interrupted if it blocks the event loop. If that is not possible,
+    `on_stuck` is called with a message and the process ends. User code that never returns does not
+    keep this function from returning.
     """
     outer = asyncio.events._get_running_loop()
     asyncio.events._set_running_loop(None)

@@ -36,53 +36,57 @@ class SamplingParams:
     stop_tokens: tuple[int, ...]
     """Tokens that end a reply. The first of them that is sampled is part of the reply."""
     temperature: float = 1.0
-    """Temperature of the softmax. At 0 the most probable token is always taken, so every
-    log-probability is 0.
+    """Temperature of the softmax. 0 is greedy sampling: the most probable token is always taken,
+    and every log-probability is 0.
     """
     seed: int = 0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     known_experts: tuple[int, int] = (-1, 0)
-    """`(version, rows)`: the caller already has the routed experts of the first `rows` tokens under
-    the weights `version`, so a reply sampled by this version need not return them again. `(-1, 0)`:
-    the caller has none.
+    """`(version, rows)`: the caller already has the experts that the MoE model of this version
+    chose for the first `rows` tokens of the sequence. A reply of this version then starts its list
+    of experts after them. `(-1, 0)`: the caller has none.
     """
     sampled: int = 0
-    """Number of tokens of this reply that earlier requests already returned, if the reply was
+    """Number of tokens of this reply that earlier requests returned. It is above 0 if the reply was
     interrupted or is requested in parts.
     """
     version: int = -1
-    """Version of the LoRA adapters that must sample the reply, if the engine is a
-    `VersionedEngine`. -1 is the version that was loaded last.
+    """Version of the LoRA adapters that must sample the reply (`VersionedEngine` only). -1: the
+    version that was loaded last.
     """
     remaining: int = 0
-    """Largest number of tokens that the rest of the reply may have, if the caller requests the
-    reply in several parts of `max_tokens` each. 0 means `max_tokens`.
+    """Largest number of tokens that this request and later ones may add, if the caller requests the
+    reply in parts of `max_tokens` each. 0: the reply is requested at once.
     """
     signals: bool = False
-    """True if the reply must have signals: figures of the distribution of each token, at this
-    temperature (1 if it is 0). Only the embedded engine returns them.
+    """True to return the entropy and the two most probable tokens of the distribution from which
+    each token was drawn (`Signals`). They are computed at `temperature`, or at 1 if it is 0. Of the
+    real engines, only the embedded one returns them.
     """
 
     @property
     def truncation(self) -> Truncation:
-        """The part of the distribution to sample from, by `top_p`, `top_k` and `min_p`.
+        """The limits `top_p`, `top_k` and `min_p` as one object.
 
-        It is falsy if nothing is cut off. Otherwise replies have the set of kept tokens at each
-        position.
+        The object is false if no token is cut off. Otherwise a reply has, for each of its
+        positions, the set of tokens that were kept.
         """
         return Truncation(self.top_p, self.top_k, self.min_p)
 
     @property
     def reply_limit(self) -> int:
-        """The largest number of tokens that this request and later ones may add to the reply."""
+        """The largest number of tokens that this request and later ones may add to the reply: the
+        larger one of `remaining` and `max_tokens`.
+        """
         return max(self.remaining, self.max_tokens)
 
     def first_routed(self, version: int) -> int:
-        """Return the index of the first token whose experts a reply by version `version` returns.
+        """Return the index of the first token in the sequence whose experts a reply must return.
 
-        0 if the caller has no experts of this version.
+        `version` is the version that samples the reply. The result is 0 unless the caller has
+        experts of this version (`known_experts`).
         """
         known, rows = self.known_experts
         return rows if known == version else 0
@@ -107,9 +111,10 @@ def check_request(  # noqa: PLR0913 - the limits of an engine
 ) -> None:
     """Raise ValueError for a request that the engine cannot serve.
 
-    A request must have a context shorter than `max_context`, token ids below `vocab_size` (0: not
-    checked) unless they are of `pictures`, and, unless the engine `keeps_sets`, no truncation, and,
-    unless it `measures`, no signals. `params.version` must be -1 or one of `versions`.
+    The context `tokens` must not be empty and must be shorter than `max_context`. Token ids must be
+    below `vocab_size` (0: not checked). With `pictures`, ids of pictures are also allowed.
+    Truncation (`top_p`, `top_k`, `min_p`) needs an engine that `keeps_sets`, and signals need one
+    that `measures` them. `params.version` must be -1 or one of `versions`.
 
     >>> params = SamplingParams(max_tokens=8, stop_tokens=(9,))
     >>> check_request([5, 6], params, max_context=16, vocab_size=8)
@@ -150,10 +155,10 @@ def check_request(  # noqa: PLR0913 - the limits of an engine
 def check_load(update: Update, version: int, current: int, *, sampling: bool, deltas: bool) -> None:
     """Raise the errors of `Engine.load` that do not depend on names and shapes of weights.
 
-    ValueError: `version` is negative, or `update` is a delta that the engine cannot use.
-    RuntimeError: the engine is sampling. `current` is the version of the engine's weights, -1
-    before the first load. `sampling` is True if the engine is not interrupted. `deltas` is True if
-    the engine accepts a `Delta`.
+    `current` is the version of the engine's weights, -1 before the first load. `sampling` is True
+    if the engine is not interrupted: this is a RuntimeError. A negative `version` is a ValueError.
+    So is a delta if the engine accepts none (`deltas` is False), or if it does not lead from
+    `current` to `version`.
     """
     if version < 0:
         raise ValueError(f"version must be >= 0, got {version}")
@@ -176,14 +181,14 @@ def check_resume(current: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """A token limit and a test for the end of one reply, which replace the run's options."""
+    """Limits of one reply: its number of tokens, and a test for its end."""
 
     max_tokens: int = 1 << 30
     chunk: int = 1 << 30
     """Number of tokens that are sampled between two calls of `find_end`."""
     find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None
-    """A function of the reply's tokens so far. It returns the length of the reply if the reply ends
-    within these tokens, else None.
+    """A function of the reply's tokens so far. It returns the length at which the reply ends, or
+    None if it does not end within these tokens.
     """
 
     def is_over(self, tokens: Sequence[int]) -> bool:
@@ -192,8 +197,7 @@ class GenerationOptions:
     def cut(self, before: Sequence[int], piece: Sampled) -> Sampled:
         """Return the newly sampled tokens `piece`, cut where `find_end` ends the reply.
 
-        `before` are the reply's earlier tokens. The whole `piece` is returned if `find_end` returns
-        None.
+        `before` are the reply's earlier tokens. If `find_end` returns None, nothing is cut.
         """
         length = self.find_end((*before, *piece.tokens))
         if length is None:
@@ -208,7 +212,8 @@ ReplyStop = Literal["stop", "length", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of one call of `Engine.sample`. One version of the weights sampled its tokens.
+    """The result of one call of `Engine.sample`: tokens (`piece`) that one version of the weights
+    sampled.
 
     `stop` is "stop" after a stop token, "length" at a token limit, and "interrupted" after
     `interrupt` or the death of the engine. An interrupted reply may have no tokens.
@@ -220,16 +225,15 @@ class Reply:
 
 REQUIRED_COUNTERS = ("sampled_tokens", "reprefill_tokens", "reprefill_s", "busy_s", "idle_s")
 """The counters that every engine returns. `reprefill_tokens` counts context tokens that were
-computed again because a weight update dropped them from the cache, and `reprefill_s` the seconds
-for that.
+computed again because a weight update dropped them from the cache. `reprefill_s` is the time for
+this in seconds.
 """
 
 
 def rates(counters: Mapping[str, float]) -> dict[str, float]:
-    """Return an engine's counters as metrics.
+    """Return an engine's counters as metrics, with its tokens per second and share of busy time.
 
-    Tokens per second and the share of busy time are added. Names get the prefix `engine/`, unless
-    they contain a slash, as `engine_0/version` does.
+    Names get the prefix `engine/`, unless they contain a slash, as `engine_0/version` does.
 
     >>> rates({"sampled_tokens": 30, "busy_s": 1.0, "idle_s": 2.0})["engine/sampled_tokens_per_s"]
     10.0
@@ -241,8 +245,10 @@ def rates(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 def per_second(counters: Mapping[str, float]) -> dict[str, float]:
-    """Return `sampled_tokens_per_s` and `busy_share` (0 to 1), computed from an engine's
+    """Return the tokens per second and the share of busy time (0 to 1) of an engine with these
     counters.
+
+    Their names are `sampled_tokens_per_s` and `busy_share`.
     """
     elapsed = counters["busy_s"] + counters["idle_s"] or 1.0
     return {
@@ -254,7 +260,7 @@ def per_second(counters: Mapping[str, float]) -> dict[str, float]:
 class Stopwatch:
     """A record of the seconds spent on each of several named activities.
 
-    If an activity runs several times at once, the seconds of all its runs are added.
+    If an activity runs several times at once, the seconds of each run count.
     """
 
     def __init__(self, *names: str) -> None:
@@ -276,8 +282,8 @@ class Stopwatch:
         self._spent[name] += seconds
 
     def read(self, component: str) -> dict[str, float]:
-        """Return the seconds of each activity since the last call, as metrics
-        `component/name_s`.
+        """Return the seconds of each activity since the last call, as metrics named
+        `component/activity_s`.
         """
         spent = self._spent
         self._spent = dict.fromkeys(spent, 0.0)
@@ -285,7 +291,9 @@ class Stopwatch:
 
 
 class EngineDied(RuntimeError):
-    """Error: the engine has failed. `Engine.start` makes it usable again, but without weights."""
+    """Error: the engine has failed. `Engine.start` makes it usable again, but it then has no
+    weights.
+    """
 
 
 class GenerationControl(Protocol):
@@ -351,10 +359,11 @@ class Engine(GenerationControl, Protocol):
 
 
 class VersionedEngine(Engine, Protocol):
-    """An engine that adds LoRA adapters of several versions to the outputs of layers, unmerged.
+    """An engine that holds LoRA adapters of several versions at once.
 
-    Every load adds a version. Requests of different versions are sampled in the same batch. A
-    cached context is only used by the version that computed it.
+    The adapters are added to the outputs of layers, not merged into the weights. Every load adds a
+    version. Requests of different versions are sampled in the same batch. A cached context is only
+    used by the version that computed it.
     """
 
     async def add_version(self, adapters: Mapping[str, Tensor], version: int) -> None:
@@ -364,4 +373,6 @@ class VersionedEngine(Engine, Protocol):
         """
 
     async def keep_versions(self, versions: Collection[int]) -> None:
-        """Drop all adapters except those of `versions`, the last version and running requests."""
+        """Drop adapters. Those of `versions`, of the last loaded version and of running requests
+        are kept.
+        """

@@ -1,9 +1,9 @@
 """Find and decode the routed experts in the JSON of a server's reply, while other threads run.
 
-The routed experts of a long context are megabytes of base64. Python's own functions hold the
-interpreter lock while they read them, so that the event loop waits. Compiled code
-(`routed_experts.c`) does not. Without a C compiler, the JSON parser reads the experts with the rest
-of the reply, and `binascii` decodes them in parts.
+Routed experts are the experts that an MoE model chose for each token. Those of a long context are
+megabytes of base64. Python's own functions hold the interpreter lock while they read them, so that
+the event loop waits. Compiled code (`routed_experts.c`) does not. Without a C compiler, the JSON
+parser reads the experts with the rest of the reply, and `binascii` decodes them in parts.
 """
 
 import binascii
@@ -23,15 +23,16 @@ SOURCE = Path(__file__).with_name("routed_experts.c")
 NAME = b'"routed_experts"'
 """The key of the routed experts in the JSON of vLLM and SGLang, with its quotes."""
 _PART = 1 << 18
-"""Characters that `binascii` decodes at once, a multiple of 4."""
+"""Number of characters that `binascii` decodes at once, a multiple of 4."""
 
 
 def cut_experts(body: Body) -> tuple[Body, memoryview | None]:
     """Return the JSON of a reply without its routed experts, and these experts.
 
     The experts are a JSON string with its quotes, as a view of `body`. An empty string replaces
-    them in the returned JSON. Return `body` and None if there is no compiled code, or unless
-    exactly one key is `NAME` and its value is a string without escapes.
+    them in the returned JSON. The result is `body` and None if they cannot be cut out: without
+    compiled code, if `body` does not have the key `NAME` exactly once, or if its value is not a
+    string without escapes.
     """
     library = _library()
     first, last = ctypes.c_int64(), ctypes.c_int64()
@@ -47,7 +48,7 @@ def cut_experts(body: Body) -> tuple[Body, memoryview | None]:
 
 
 def decode_base64(text: memoryview) -> NDArray[np.uint8]:
-    """Return the bytes that a JSON string, given with its quotes, encodes in base64.
+    """Return the bytes that `text` encodes: a JSON string of base64, with its quotes.
 
     Raises ValueError if the string is not valid base64.
     """

@@ -1,9 +1,10 @@
 """Engines whose servers are shared by the run's process and its rollout processes.
 
-The run's process starts the servers and loads the weights. Its pool has a `SharedEngine` for each
-server. A rollout process has a pool with a `FollowedEngine` for each, which sends its requests to
-the server itself. An `EngineHub` sends every change of a server's state to all rollout processes.
-`SharedEngine.interrupt` returns only after all of them have received their interrupted replies.
+Rollout processes are child processes that run episodes. The run's process starts the servers and
+loads the weights. Its pool has a `SharedEngine` for each server. The pool of a rollout process has
+a `FollowedEngine` for each, which sends its requests to the server itself. An `EngineHub` sends
+every change of a server's state to all rollout processes. `SharedEngine.interrupt` returns only
+after all of them have received their interrupted replies.
 """
 
 import asyncio
@@ -20,8 +21,8 @@ from unstale.engines.pool import EnginePool
 from unstale.engines.registry import ModelSizes
 
 DRAIN_S = 60.0
-"""Seconds within which a rollout process must have received the replies of an interrupted
-server.
+"""Seconds after an interruption of a server within which each rollout process must have received
+its replies.
 """
 _T = TypeVar("_T")
 
@@ -46,7 +47,10 @@ class EngineVerified(msgspec.Struct, tag=True):
 
 
 class EngineClosed(msgspec.Struct, tag=True):
-    """A message to rollout processes: a server is interrupted. They answer with `EngineDrained`."""
+    """A message to rollout processes: a server is interrupted.
+
+    Each process answers with an `EngineDrained` of the same number `ask`.
+    """
 
     engine: int
     ask: int
@@ -61,7 +65,7 @@ class EngineEnded(msgspec.Struct, tag=True):
 
 
 class EngineDrained(msgspec.Struct, tag=True):
-    """The answer to `EngineClosed`: the rollout process has all replies of the server."""
+    """The answer to `EngineClosed`: the rollout process has received all replies of the server."""
 
     ask: int
 
@@ -88,43 +92,48 @@ Finding = EngineDrained | EngineFailed | EngineCounters
 class SharedServer(Engine, Protocol):
     """An engine on a server, or on an engine host, that several processes can call.
 
-    One process controls it. In others, `follow` opens it for requests and `leave` ends this.
+    One process starts the server and loads its weights. Each other process has its own engine on
+    the server, and calls `follow` and `leave` instead of `resume` and `interrupt`.
     """
 
     sizes: ModelSizes
 
     @property
     def url(self) -> str:
-        """The address from which another process makes such an engine."""
+        """The server's address, from which another process creates its own engine."""
         ...
 
     async def verified(self) -> None:
-        """Wait until the loaded weights have passed their probe. Raises `EngineDied` otherwise."""
+        """Wait for the probe, the test of the loaded weights. Raises `EngineDied` if it fails."""
         ...
 
     def fail(self, reason: str) -> EngineDied:
-        """Make all calls fail until the next start. Return the error that they raise."""
+        """Make all calls fail until the next start. Return the error that they raise, with
+        `reason`.
+        """
         ...
 
     def follow(self, version: int, probe: "asyncio.Future[None]") -> None:
-        """Take requests. Replies may be held back until `probe` is done."""
+        """Begin to accept requests for the weights `version`, which another process has loaded.
+
+        Replies may be held back until `probe` is done: then those weights have passed their test.
+        """
         ...
 
     def unfollow(self, reason: str) -> None:
-        """Make all calls fail until the next `follow`."""
+        """Make all calls fail until the next `follow`. Their error has the text `reason`."""
         ...
 
     async def leave(self) -> None:
-        """Take no requests until the next `follow`. Wait until all replies have returned."""
+        """Accept no requests until the next `follow`. Wait until all replies have returned."""
         ...
 
 
 class EngineHub:
     """The connections from the run's process to the rollout processes that use its engines.
 
-    A process that `attach` adds first receives the current state of all engines. If an engine is
-    interrupted and a process does not have all its replies within `DRAIN_S` seconds, the `on_late`
-    of this process is called with a reason.
+    If an engine is interrupted and a process has not received all its replies within `DRAIN_S`
+    seconds, the hub calls the function `on_late` that was given to `attach` for this process.
     """
 
     def __init__(self) -> None:
@@ -133,14 +142,16 @@ class EngineHub:
         self._keys = itertools.count()
         self._asks = itertools.count()
         self._waiting: dict[int, tuple[set[int], asyncio.Event]] = {}
-        """For each `EngineClosed` without all answers: the processes that must still answer, and an
-        event that is set when none is left.
+        """The processes that must still answer an `EngineClosed`, by its number `ask`, and an event
+        that is set when all have answered.
         """
 
     def attach(self, send: Callable[[StateChange], None], on_late: Callable[[str], None]) -> int:
-        """Add a rollout process, to which `send` sends messages.
+        """Add a rollout process, and send it the current state of all engines. Return the process's
+        key.
 
-        Return the key that identifies it.
+        `send` sends it a message. `on_late` receives the reason if its answer to an interruption is
+        late.
         """
         key = next(self._keys)
         self._members[key] = (send, on_late)
@@ -150,7 +161,7 @@ class EngineHub:
         return key
 
     def detach(self, key: int) -> None:
-        """Remove a rollout process. Calls that wait for its answer stop waiting."""
+        """Remove the rollout process `key`. Calls that wait for its answer stop waiting."""
         self._members.pop(key, None)
         for ask in [*self._waiting]:
             self._answered(ask, key)
@@ -160,9 +171,9 @@ class EngineHub:
             send(change)
 
     def close(self, engine: int) -> Coroutine[None, None, None]:
-        """Notify all rollout processes that an engine is interrupted.
+        """Notify all rollout processes that the engine with the number `engine` is interrupted.
 
-        Return a coroutine that waits until they have received all replies of the engine.
+        Return a coroutine that waits until they have received all replies of this engine.
         """
         ask = next(self._asks)
         waiting, answered = self._waiting[ask] = ({*self._members}, asyncio.Event())
@@ -202,15 +213,15 @@ class EngineHub:
 class SharedEngine:
     """An engine of the run's process on a server that rollout processes use, too.
 
-    Each call also changes the state of the server in the rollout processes.
+    A call that changes the server's state also sends the new state to the rollout processes.
     """
 
     def __init__(self, engine: SharedServer, number: int, hub: EngineHub) -> None:
         self.engine = engine
         self.takes_deltas = engine.takes_deltas
         self.on_death: Callable[[EngineDied], None] = lambda died: None
-        """Called when a rollout process reports that the server died, or when the server's probe
-        failed.
+        """Called when a rollout process reports that the server died, or when the probe (the test
+        of the loaded weights) failed.
         """
         self._number = number
         self._hub = hub
@@ -219,12 +230,14 @@ class SharedEngine:
         self._opened: EngineOpened | None = None
         self._is_verified = False
         self._counted: dict[int, defaultdict[str, float]] = {}
-        """The counters that each rollout process sent since `metrics` was last called."""
+        """The counters that each rollout process has sent since the last call of `metrics`."""
         self._verifying: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> Sequence[StateChange]:
-        """The messages that inform a new rollout process of this engine's state."""
+        """The messages that tell a new rollout process the engine's state. Empty while it is
+        interrupted.
+        """
         if self._opened is None:
             return ()
         verified = EngineVerified(self._number, self._epoch)
@@ -271,7 +284,7 @@ class SharedEngine:
     def metrics(self) -> Mapping[str, float]:
         """Return the counters of this process and all rollout processes since the last call.
 
-        `busy_s` is the largest of their values, at most the elapsed time. Other counters are
+        `busy_s` is the largest value of any process, at most the elapsed time. Other counters are
         summed.
         """
         totals = defaultdict[str, float](float, self.engine.metrics())
@@ -294,10 +307,10 @@ class SharedEngine:
             totals[name] += value
 
     def found_dead(self, epoch: int, reason: str) -> None:
-        """End a server that a rollout process found dead.
+        """Treat the server as dead, because a rollout process reported it with `reason`.
 
-        `epoch` is the number of the server's start. Do nothing if the server was started again
-        since.
+        `epoch` is the number of the start that the report is about. A report about an earlier start
+        is ignored.
         """
         if epoch != self._epoch:
             return
@@ -309,9 +322,8 @@ class SharedEngine:
         self.on_death(died)
 
     async def _verify(self) -> None:
-        """Wait for the probe, the test of the loaded weights.
-
-        Notify the rollout processes of its result.
+        """Wait for the probe, the test of the loaded weights. Send its result to the rollout
+        processes.
         """
         epoch, version = self._epoch, self._version
         try:
@@ -345,9 +357,9 @@ class SharedEngine:
 class FollowedEngine:
     """An engine of a rollout process on a server that the run's process controls.
 
-    Only messages from the run's process change its state. `stage`, `load`, `interrupt` and `resume`
-    do nothing. `start` waits for the run to restart a dead server, so that an `EnginePool` sends
-    requests to other servers meanwhile.
+    Only messages from the run's process change its state: `stage`, `load`, `interrupt` and `resume`
+    do nothing. `start` waits until the run has restarted a dead server. Meanwhile the `EnginePool`
+    sends requests to other servers.
     """
 
     takes_deltas = False
@@ -358,7 +370,8 @@ class FollowedEngine:
         make: Callable[[str], SharedServer],
         report: Callable[[Finding], None],
     ) -> None:
-        """Create the engine of the server with this number. It sends no requests before `change`.
+        """Create the engine of the server with this number. It sends no requests until a message
+        opens it.
 
         `make` returns an engine for the server at a URL. `report` sends a message to the run's
         process.
@@ -374,7 +387,7 @@ class FollowedEngine:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def change(self, change: StateChange) -> None:
-        """Apply a message about the server's state."""
+        """Apply a message of the run's process about the server's state."""
         match change:
             case EngineOpened():
                 self._open(change)
@@ -415,15 +428,16 @@ class FollowedEngine:
             self._probe.exception()  # marks it as retrieved: no reply may wait for it
 
     def _lost(self, died: EngineDied) -> None:
-        """Report to the run's process that the server does not work, unless the run ended it."""
+        """Report to the run's process that the server does not work, unless it is already marked as
+        ended.
+        """
         if self._up.is_set():
             self._end(str(died))
             self._report(EngineFailed(self._number, self._epoch, str(died)))
 
     async def start(self) -> None:
-        """Wait until the run's process has started the server again.
-
-        The first call does not wait.
+        """Wait until the run's process has restarted the server. Return at once if it was never in
+        use.
         """
         if self._was_up:
             await self._up.wait()
@@ -452,13 +466,16 @@ class FollowedEngine:
         return {}
 
     def report_counters(self) -> None:
-        """Send the run's process the counters since the last call."""
+        """Send the run's process the server's counters since the last such message."""
         if self._engine is not None and (counters := self._engine.metrics()):
             self._report(EngineCounters(self._number, dict(counters)))
 
 
 def require_servers(engines: Sequence[Engine]) -> list[SharedServer]:
-    """Return the engines. Raises ValueError if other processes cannot use one of them."""
+    """Return the engines, typed as servers that several processes can call.
+
+    Raises ValueError if one of them can be called by the run's process only.
+    """
     servers: list[SharedServer] = []
     for engine in engines:
         if not hasattr(engine, "follow"):
@@ -472,9 +489,10 @@ def require_servers(engines: Sequence[Engine]) -> list[SharedServer]:
 
 
 def share(pool: EnginePool, hub: EngineHub) -> EnginePool:
-    """Return a pool of the same servers for the run's process.
+    """Return a pool for the run's process, whose engines keep the rollout processes of `hub`
+    informed.
 
-    They are shared with the rollout processes of `hub`. Raises ValueError like `require_servers`.
+    It has the servers and settings of `pool`. Raises ValueError like `require_servers`.
     """
     hub.engines = [
         SharedEngine(engine, number, hub)
@@ -491,9 +509,6 @@ def share(pool: EnginePool, hub: EngineHub) -> EnginePool:
 
 
 def restart_dead(pool: EnginePool, hub: EngineHub) -> None:
-    """Let `pool` restart the engines that a rollout process found dead.
-
-    The engines are those of `hub`.
-    """
+    """Let `pool` restart each engine of `hub` that a rollout process finds dead."""
     for engine in hub.engines:
         engine.on_death = partial(pool.report_death, engine)

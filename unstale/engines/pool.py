@@ -36,14 +36,15 @@ from unstale.records import Sampled
 from unstale.threads import in_thread
 
 MAX_LAG_S = 120.0
-"""Seconds that a call of all engines of an elastic pool waits for the others once one has answered.
+"""Seconds that an elastic pool, after calling all its engines and getting a first answer, waits for
+the others. Engines may join and leave an elastic pool during a run.
 
 An engine that takes longer is treated as dead. The pool restarts it without waiting for it.
 """
 
 MAX_LISTED = 32
-"""Number of engines of a pool that have metrics of their own. The limit keeps rows of metrics
-short.
+"""Number of engines of a pool that have metrics of their own. The limit bounds the number of
+metrics.
 """
 
 
@@ -72,16 +73,13 @@ class _Member:
         self.version = -1
         """Version of the weights that the engine loaded last, -1 before the first."""
         self.versions: set[int] = set()
-        """The versions whose adapters the engine has, if it is a `VersionedEngine`. Otherwise
-        empty.
-        """
+        """The versions of adapters that a `VersionedEngine` has. Empty for other engines."""
         self.adding = asyncio.Lock()
-        """A lock that is held while the adapters of an earlier version are added to the engine."""
+        """A lock that is held while adapters of an older version are added to the engine."""
         self.restart: asyncio.Task[None] | None = None
-        """The task that restarts the engine, if there is one."""
 
     def metrics(self, counters: Mapping[str, float]) -> dict[str, float]:
-        """Return the engine's state, and shares and rates computed from its counters, as metrics.
+        """Return metrics of the engine: its state, and shares and rates computed from `counters`.
 
         `counters` is empty for an engine that does not work. Then only the state is returned.
         """
@@ -107,16 +105,16 @@ class Recovery:
     """The rules by which a pool restarts engines that died."""
 
     weights: Callable[[int], Mapping[str, Tensor]] = lambda version: {}
-    """A function that returns the full weights of a version, which may be one that the pool is
-    still loading. If it raises `WeightsReplaced`, a restarted engine waits for the pool's next
+    """A function from a version to its full weights. The version may be one that the pool is still
+    loading. If the function raises `WeightsReplaced`, a restarted engine waits for the pool's next
     version.
     """
     restarts: int = 0
     """Number of restarts allowed in a run, for all engines together."""
     on_event: Callable[..., None] = lambda kind, **_: None
     """A function called with the kind of an event and its details, for the run's log. Kinds are
-    `engine_lost`, `engine_restarted`, `engine_back`, and `engine_joined` for the first start in an
-    elastic pool.
+    `engine_lost`, `engine_restarted` (a restart begins), `engine_back` (it has succeeded), and
+    `engine_joined` for the first start in an elastic pool.
     """
 
 
@@ -130,16 +128,16 @@ class EnginePool:
 
     If an engine dies, each of its requests returns an interrupted reply without tokens. The engine
     is restarted, if `recovery` allows it, and loads the current version. The other engines
-    continue. A call waits for a restart only while no engine works. `EngineDied` is raised if no
+    continue. A call waits for a restart only while no engine works. It raises `EngineDied` if no
     engine works and none can be restarted.
 
     Each engine samples up to `max_running` replies at once. With `keep_cache`, engines keep their
-    caches when the weights change. With `load_tokens`, a request with a longer context counts as
-    more load (`request_weight`).
+    caches when the weights change. `load_tokens` makes requests with long contexts count as more
+    load (`request_weight`).
 
-    With `phases`, the engines are divided into a prefill and a decode group. A request is sent to a
-    group by its number of new context tokens and its expected reply length (`routing.choose`).
-    Raises ValueError if a group is empty.
+    With `phases`, the engines are divided into a group for requests with much new context (prefill)
+    and one for the others (decode). `routing.choose` chooses the group. Raises ValueError if a
+    group would be empty.
 
     With `patience_s` the pool is elastic. `start` waits for one engine only. The others join when
     they have started and loaded the current version. No call waits for an engine that starts. Once
@@ -248,16 +246,15 @@ class EnginePool:
                 return Reply(Sampled((), (), self._version), "interrupted")
 
     def report_death(self, engine: Engine, died: EngineDied) -> None:
-        """Restart an engine whose death was not noticed by a call of this pool.
-
-        `died` has the reason.
+        """Restart `engine`, whose death another component noticed. The error `died` gives the
+        reason.
         """
         for member in self._members:
             if member.engine is engine:
                 self._lose(member, member.generation, died)
 
     def require_prospects(self) -> None:
-        """Raise the last engine's error if no engine works and none is being restarted."""
+        """Raise the last error of an engine if no engine works and none is being restarted."""
         self._pending_restarts()
 
     def is_idle(self) -> bool:
@@ -267,15 +264,14 @@ class EnginePool:
     async def stage(self, update: Update, version: int) -> None:
         """Stage the update in all working engines.
 
-        Those that restart later load full weights instead.
+        An engine that is restarted later loads full weights instead.
         """
         await self._call_all(lambda engine: engine.stage(update, version))
 
     async def interrupt(self) -> None:
-        """Interrupt the working engines.
+        """Interrupt the working engines, without waiting for engines that are being restarted.
 
-        Engines that are restarting are not waited for. They will load the next version, because the
-        weights of the current one may no longer be available.
+        Those load the next version, because the current one may no longer be available.
         """
         self._running = False
         await self._call_all(lambda engine: engine.interrupt())
@@ -299,7 +295,10 @@ class EnginePool:
                 member.cached = CachedPrefixes()
 
     async def keep_versions(self, versions: Collection[int]) -> None:
-        """Drop all versions except `versions` in every engine. Each must be a `VersionedEngine`."""
+        """Drop adapters of other versions than `versions` and the current one in every engine.
+
+        All engines must be `VersionedEngine`s.
+        """
         kept = {*versions, self._version}
         for member in self._members:
             member.versions &= kept
@@ -308,7 +307,7 @@ class EnginePool:
     async def _provide(self, member: _Member, version: int) -> None:
         """Add the adapters of `version` to the engine, if the engine lacks them.
 
-        A restarted engine has only the version that was loaded last.
+        A restarted engine has only the adapters that were loaded last.
         """
         if version < 0 or version in member.versions:
             return
@@ -344,7 +343,8 @@ class EnginePool:
                 raise result
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the counters, deaths and restarts of all working engines since the last call.
+        """Return counters of the working engines since the last call, and numbers of crashes and
+        restarts.
 
         Tokens and processor time are summed. Other times, and means, are averaged. Of errors the
         maximum is returned. The first `MAX_LISTED` engines also have metrics of their own, named
@@ -370,7 +370,7 @@ class EnginePool:
         return totals | self._by_engine(dict(zip(map(id, members), counters, strict=True)))
 
     def _by_engine(self, counters: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-        """Return the separate metrics of the first engines.
+        """Return the metrics that each of the first `MAX_LISTED` engines has of its own.
 
         `counters` has each engine's counters by `id(member)`.
         """
@@ -385,11 +385,12 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     def _hash_blocks(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the hashes of a context's token blocks. Empty if the pool has only one engine."""
+        """Return the hashes of the blocks of a context. Empty if the pool has only one engine."""
         return hash_blocks(tokens) if len(self._members) > 1 else []
 
     def _route(self, blocks: Sequence[int]) -> _Member:
-        """Return the engine for a request: one with enough of its context cached, or little load.
+        """Return an engine with most of the context cached, if its load is not much above the
+        least.
 
         `blocks` are the block hashes of the request's context.
         """
@@ -463,9 +464,8 @@ class EnginePool:
                 raise result
 
     async def _cancel_stragglers(self, calls: "Sequence[asyncio.Future[None]]") -> None:
-        """Wait for one of the calls to succeed, then at most `MAX_LAG_S` for the others.
-
-        Cancel those left.
+        """Wait for one of the calls to succeed, then at most `MAX_LAG_S` for the others. Cancel
+        late ones.
         """
         pending = {*calls}
         answered = False
@@ -505,9 +505,11 @@ class EnginePool:
                 ) from self._error
 
     def _lose(self, member: _Member, generation: int, died: EngineDied) -> None:
-        """Mark an engine as down and begin to restart it. `died` has the reason.
+        """Mark an engine as down and begin to restart it. `died` is the error that gives the
+        reason.
 
-        Do nothing if it is already down, or was restarted since `generation` was read.
+        Do nothing if the engine is already down, or was restarted since the caller read
+        `generation`.
         """
         if not member.up or member.generation != generation:
             return
@@ -525,11 +527,11 @@ class EnginePool:
         self._recovery.on_event("engine_lost", engine=self._members.index(member), cause=str(error))
 
     async def _restart(self, member: _Member, died: EngineDied | None) -> None:
-        """Restart an engine and load the pool's version. Repeat if it dies meanwhile.
+        """Restart an engine and load the pool's version. Repeat if the engine dies again meanwhile.
 
-        `died` is None for a first start, which does not count as a restart. This runs in a separate
-        task, so that the cancellation of a request does not cancel the restart. When no restart is
-        left, it closes the engine and raises `EngineDied`.
+        `died` is None for a first start, which does not count as a restart. The call runs in its
+        own task, so that the cancellation of a request does not cancel it. When no restart is left,
+        it closes the engine and raises `EngineDied`.
         """
         event = "engine_back" if died else "engine_joined"
         while not member.up:
@@ -571,10 +573,11 @@ class EnginePool:
         )
 
     async def _bring_up_to_date(self, engine: Engine) -> None:
-        """Load the pool's version into a restarted engine.
+        """Load the pool's version into a restarted engine, and resume the engine if the pool is
+        sampling.
 
-        Resume the engine if the pool is sampling. If the pool's version changes meanwhile, load
-        again. If the weights of a version are no longer available, wait for the next version.
+        If the pool's version changes meanwhile, load again. If the weights of a version are no
+        longer available, wait for the next version.
         """
         version = -1
         running = False
@@ -612,9 +615,9 @@ class EnginePool:
 
 
 def _is_complete(reply: Reply, params: SamplingParams) -> bool:
-    """Return True if the whole reply has ended, not only the part that this request asked for.
+    """Return True if a reply has ended as a whole, not only the part that one request asked for.
 
-    Return False for a reply that ends with a stop text, which only the caller can find.
+    A stop text, which only the caller can find, is not noticed: the result is then False.
     """
     if reply.stop == "length":
         is_part = params.max_tokens < params.reply_limit
@@ -625,7 +628,7 @@ def _is_complete(reply: Reply, params: SamplingParams) -> bool:
 def _busy_shares(
     members: Sequence[_Member], counters: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return the mean share of time in which the prefill and the decode group are busy, 0 to 1.
+    """Return the mean share of busy time (0 to 1) of the prefill and the decode group, as metrics.
 
     A group without a working engine is left out.
     """
@@ -655,9 +658,9 @@ def _raise_refusals(starts: Collection[asyncio.Task[None]]) -> None:
 
 
 def supervise(engine: Engine, recovery: Recovery) -> EnginePool:
-    """Return a pool that restarts its engines when they die.
+    """Return a pool that restarts its engines when they die, by the rules of `recovery`.
 
-    `engine` is a single engine, or a pool whose engines the new pool gets.
+    `engine` is one engine, or a pool, whose engines and settings the new pool gets.
     """
     if not isinstance(engine, EnginePool):
         return EnginePool([engine], recovery)

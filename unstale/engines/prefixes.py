@@ -4,18 +4,19 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 BLOCK = 16
-"""Number of tokens in a block. The blocks of a server's cache have this length or a multiple."""
+"""Number of tokens in a block. A server caches contexts in blocks of this length or a multiple."""
 _MAX_BLOCKS = 1 << 17
-"""Largest number of token blocks to remember, which limits memory. The older half is dropped
-first.
+"""Largest number of block hashes to remember, which limits memory.
+
+The older half is dropped first.
 """
 
 
 class EpisodeTokens(list[int]):
     """The tokens of an episode, a list to which tokens may only be appended.
 
-    The list stores the block hashes and id checks of its tokens, so that they are computed only
-    once for each token. Pickling turns it into a plain list.
+    It remembers the hashes of its blocks and which ids were checked, so that each token is hashed
+    and checked only once. Pickling turns it into a plain list.
     """
 
     __slots__ = ("_blocks", "_num_valid", "_vocab_size")
@@ -34,9 +35,10 @@ class EpisodeTokens(list[int]):
         return self._blocks
 
     def unchecked(self, vocab_size: int) -> list[int]:
-        """Return the tokens whose ids were not yet checked against a vocabulary of this size.
+        """Return the tokens from the first one that was not yet checked against this vocabulary
+        size.
 
-        If all returned ids are below `vocab_size`, later calls do not return them again.
+        If all returned ids are from 0 to below `vocab_size`, later calls do not return them again.
         """
         if vocab_size != self._vocab_size:
             self._num_valid, self._vocab_size = 0, vocab_size
@@ -49,7 +51,7 @@ class EpisodeTokens(list[int]):
 class CachedPrefixes:
     """A set of prefixes of token sequences, in whole blocks of `BLOCK` tokens.
 
-    A sequence is passed as its block hashes (`hash_blocks`).
+    Methods take a sequence as the hashes of its blocks (`hash_blocks`).
 
     >>> seen = CachedPrefixes()
     >>> seen.add(hash_blocks(range(100)))
@@ -59,8 +61,8 @@ class CachedPrefixes:
 
     def __init__(self) -> None:
         self._newer: set[int] = set()
-        """The hashes of recently added blocks. A block is always in the same half as all blocks
-        before it.
+        """The hashes of recently added blocks. With a block, this set also has all blocks before
+        it.
         """
         self._older: set[int] = set()
 
@@ -76,7 +78,10 @@ class CachedPrefixes:
         self._forget()
 
     def length(self, blocks: Sequence[int]) -> int:
-        """Return the length, in tokens, of the longest prefix that is in the set."""
+        """Return the number of tokens in the longest prefix of a sequence that is in the set.
+
+        `blocks` are the hashes of the sequence's blocks.
+        """
         return BLOCK * bisect_left(blocks, True, key=lambda block: block not in self)
 
     def __contains__(self, block: int) -> bool:

@@ -1,8 +1,8 @@
 """The list of engine backends, which are the values of `engine.backend`.
 
-Each file of `engines/servers/` is a backend for one kind of server. The embedded engine is another
-backend. Each of these modules defines `SPEC`, an `EngineSpec`. The name of the file is the name of
-the backend. Other packages add backends by entry points of the group `unstale.engines`.
+Each file of `engines/servers/` is a backend for one kind of server, named like the file.
+`embedded/engine.py` is the backend `embedded`. Each of these modules defines `SPEC`, an
+`EngineSpec`. Other packages add backends by entry points of the group `unstale.engines`.
 """
 
 from collections.abc import Callable
@@ -13,24 +13,25 @@ from pathlib import Path
 from unstale.config import Adapters, Dtype, RunConfig, Transfer
 from unstale.config.plugins import Plugins, modules
 from unstale.engines import Engine
+from unstale.kept_sets import WHOLE, Truncation
 from unstale.model.lora import Merging
 from unstale.pictures import PictureStore
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The facts about a model that an engine needs if it does not load the model's weights
-    itself.
-    """
+    """The facts about a model that an engine needs if it does not load the model itself."""
 
     vocab_size: int
     routed: tuple[bool, ...] = ()
-    """For each layer, True if it has an expert router. Empty if the engine records no experts."""
+    """For each layer, True if it has a router that chooses experts. Empty if the engine records no
+    experts.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options of one engine. All backends have the same."""
+    """The options of one engine, the same for all backends."""
 
     model_folder: Path
     _: KW_ONLY
@@ -43,70 +44,76 @@ class EngineOptions:
     python: str = ""
     """Path of the Python interpreter for a vLLM server. Empty: the interpreter of this process."""
     gpu_memory_utilization: float = 0.0
-    """Share of GPU memory for the process. 0 leaves the default of the server."""
+    """Share of GPU memory for the server's process, 0 to 1. 0 leaves the default of the server."""
     dtype: Dtype = "bfloat16"
-    """Precision of generation. Weights are converted when they are loaded."""
+    """Precision of sampling. Weights are converted to it when they are loaded."""
     quantise: str = "none"
-    """The format of `unstale.model.quantisation.FORMATS` to which weights are rounded when they are
-    loaded, and activations in each layer. `none` rounds nothing.
+    """Number format of the layers, a key of `unstale.model.quantisation.FORMATS`. Weights are
+    rounded to it when they are loaded, activations in each layer. `none` rounds nothing.
     """
     bitwise: bool = False
-    """Compute log-probabilities that equal the trainer's bit for bit (embedded engine only)."""
+    """Compute log-probabilities that equal those of the trainer bit for bit (embedded engine
+    only).
+    """
     threads: int = 1
-    """Number of CPU threads of the process."""
+    """Number of CPU threads of the engine."""
     gpus: tuple[str, ...] = ()
     """The GPUs that the process may use, as in `CUDA_VISIBLE_DEVICES`. Empty: all GPUs."""
     number: int = 0
     """Number of the engine on its host, from 0. An embedded engine computes on the GPU with this
-    index, modulo the number of GPUs that it may use.
+    index among those that it may use. Indices beyond the last GPU start again at the first.
     """
     gpus_each: int = 0
-    """Number of GPUs for each server of a host. The server with number 0 takes the first ones of
-    `gpus`, the next server the following ones. 0: each server may use all.
+    """Number of GPUs for each server of a host. The server with `number` 0 takes the first ones of
+    `gpus`, the next server the following ones. 0: each server may use all of `gpus`.
     """
     max_running: int = 128
     """Number of replies sampled at once. Further requests wait. The embedded engine caches as many
-    contexts. With a few more than there are concurrent episodes, the context of an episode is still
+    contexts: with a few more than there are concurrent episodes, the context of an episode is still
     cached at its next turn.
     """
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Tokens, and the numbers that are added to their logits before the temperature (embedded
     engine only).
     """
+    truncation: Truncation = WHOLE
+    """How requests that are not greedy are truncated. An embedded engine reads it from each
+    request.
+    """
     max_context: int = 2048
     """Largest number of tokens in a sequence. A reply that reaches it ends with the reason
     "length".
     """
     keep_cache: bool = False
-    """Keep cached keys and values when weights change. Tokens sampled after a context that was
-    cached with older weights are marked as not clean.
+    """Keep cached keys and values when weights change. Tokens sampled after a context that older
+    weights computed are then marked as not clean.
     """
     load_tokens: int = 0
-    """Number of context tokens that add 1 to a request's load in a pool of engines. 0: each request
-    has load 1.
+    """Number of context tokens that add 1 to the load of a request, by which a pool chooses
+    engines. 0: each request has load 1.
     """
     deltas: bool = False
     """Let the engine load a version as the difference (delta) from the previous version. The engine
     then keeps one more copy of the weights.
     """
     packed: bool = False
-    """Let deltas be the differences of packed weights: values and scales of the format `quantise`.
-    The engine packs full weights itself.
+    """With `deltas`: send the differences of quantised weights, which are values and scales of the
+    format `quantise`. Full weights are sent unquantised, and the engine quantises them.
     """
     transfer: Transfer = "auto"
     """How weights reach a vLLM server: by NCCL from the trainer's GPU, or as a file in memory."""
     probe_tolerance: float = 0.0
-    """Largest mean absolute error, in nats, of the log-probabilities in the probe, the test of a
-    server after each load. 0 chooses by the number format.
+    """Largest mean absolute error in nats that the probe allows. The probe tests a server's
+    log-probabilities after each load. 0: a limit that depends on the number format.
     """
     merging: Merging | None = None
-    """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
+    """If given, weight updates are LoRA adapters for the model in `model_folder`."""
     adapters: Adapters = "merged"
-    """With `merging`: add adapters to the weights when they are loaded, or (`unmerged`) to the
-    outputs of layers. The engine is then a `VersionedEngine`.
+    """With `merging`: add the adapters to the weights when they are loaded (`merged`), or to the
+    outputs of layers (`unmerged`). An engine with unmerged adapters is a `VersionedEngine`.
     """
     max_versions: int = 1
-    """Largest number of versions that a `VersionedEngine` samples at once."""
+    """Largest number of versions from which a `VersionedEngine` samples at once."""
     record_experts: bool = False
     """Return, with every reply, the experts that an MoE model chose for each token."""
     sizes: ModelSizes | None = None
@@ -114,16 +121,18 @@ class EngineOptions:
     sends requests (`RemoteEngine.follow`).
     """
     pictures: PictureStore | None = None
-    """The pixels of the pictures in requests (embedded engine only). None for a model that reads
-    only text.
+    """The store of the pixels of pictures in requests (embedded engine only). None for a model that
+    reads only text.
     """
     lockstep: bool = False
-    """Compute one step every `STEP_S` seconds on the event loop's clock (embedded engine only).
-    Results then depend only on the order of calls, so that a run is deterministic.
+    """Compute one step every `STEP_S` seconds of the event loop's clock (embedded engine only).
+    Results then depend only on the order of calls, as a deterministic run requires.
     """
 
     def check_context(self, positions: int | None) -> None:
-        """Raise ValueError if `max_context` is larger than the number of positions of the model."""
+        """Raise ValueError if `max_context` exceeds the model's number of `positions` (None: no
+        limit).
+        """
         if positions is not None and self.max_context > positions:
             raise ValueError(
                 f"engine.max_context is {self.max_context}, but the policy has {positions} "
@@ -133,7 +142,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine backend: the function that makes its engines, and what they accept."""
+    """An engine backend: the function that makes its engines, and the features that they have."""
 
     make: Callable[[EngineOptions], Engine]
     """A function that makes an engine. It raises `ValueError` for options that the backend cannot
@@ -144,31 +153,35 @@ class EngineSpec:
     servers.
     """
     takes_packed: bool = False
-    """True if the engine accepts packed weights: quantised values and scales in the format
-    `EngineOptions.quantise`.
+    """True if the engine accepts packed weights: numbers in the format `EngineOptions.quantise`
+    with their scales.
     """
     adapter_deltas: bool = False
-    """True if the engine accepts deltas of LoRA adapters, for which it keeps the adapters that it
+    """True if the engine accepts deltas of LoRA adapters. For them, it keeps the adapters that it
     loaded last.
     """
     deltas_in_parts: bool = False
-    """True if the engine accepts a `DeltaInParts`, such as one delta from each trainer rank."""
+    """True if the engine accepts a delta in several parts (`DeltaInParts`), such as one from each
+    trainer rank.
+    """
     keeps_sets: bool = False
     """True if replies of truncated sampling (`top_p`, `top_k`, `min_p`) list the kept tokens. Other
     engines refuse truncation.
     """
     unmerged: bool = False
-    """True if the backend's engines can be a `VersionedEngine`, which holds the adapters of several
+    """True if the backend can make a `VersionedEngine`, which holds the adapters of several
     versions.
     """
     reads_gpu: bool = False
-    """True if an engine on this machine can read weights in the memory of the trainer's GPU."""
+    """True if an engine on the trainer's machine can read weights directly from the trainer's GPU
+    memory.
+    """
 
 
 def engine_spec(backend: str) -> EngineSpec:
-    """Return the `EngineSpec` of an engine backend. `backend` is a value of `engine.backend`.
+    """Return the `EngineSpec` of the engine backend named `backend`, a value of `engine.backend`.
 
-    Raises `ConfigError` if another package adds the backend but it cannot be used.
+    Raises `ConfigError` if a backend of another package cannot be used.
     """
     if backend not in ("embedded", *modules("unstale.engines.servers")):
         return Plugins("unstale.engines", EngineSpec).load(backend)
@@ -179,8 +192,8 @@ def engine_spec(backend: str) -> EngineSpec:
 def packs_weights(config: RunConfig) -> bool:
     """Return True if the engine receives weights as quantised values and scales.
 
-    Later versions are then sent as differences, which only a run with a single engine can use: that
-    engine loads every version. LoRA runs and clusters send whole weights.
+    Later versions are then sent as differences. Only a run with a single engine can use them,
+    because that engine loads every version. LoRA runs and clusters send whole weights.
     """
     engine, cluster = config.engine, config.cluster
     is_single = engine.processes == 1 and not cluster.trainers and not cluster.engine_hosts

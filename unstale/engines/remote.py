@@ -1,10 +1,10 @@
 """The base class of engines that are servers behind HTTP.
 
 Two checks find a server that does not sample from the weights it was sent. First, the server
-returns the version that sampled each token, which must be the version loaded last. Second, after
-every load the engine samples a few tokens (the probe) and compares their log-probabilities with
-those of the trainer's model under the same weights. A reply is returned only after the probe of its
-version has passed. See docs/engines.md.
+returns the version that sampled each token, which must be the requested one. Second, after every
+load the engine samples a few tokens (the probe) and compares their log-probabilities with those of
+the trainer's model under the same weights. A reply is returned only after the probe of its version
+has passed. See docs/engines.md.
 """
 
 import asyncio
@@ -52,6 +52,7 @@ from unstale.engines.session import EngineSession, deadline
 from unstale.engines.shared_weights import SharedWeights
 from unstale.engines.usage import UsageCounters
 from unstale.engines.vllm_server import VllmServer
+from unstale.kept_sets import KeptSets
 from unstale.records import Sampled
 from unstale.routed_experts import RoutedExperts, num_experts, pack_experts
 from unstale.threads import in_thread
@@ -62,20 +63,21 @@ from unstale.weights.store import Delta
 HANG_S = 60.0
 """Seconds without an answer after which a server is treated as dead."""
 PAUSE_S = 0.2
-"""Seconds after which a paused server has usually ended the replies to requests of another
-process.
+"""Seconds to wait, after another process has paused the server, for pending replies to end by
+themselves. Usually all have ended by then.
 """
 LOAD_S = 600.0
-"""Seconds after which a start, a load or a probe fails. The limit for requests (`HANG_S`) would be
-too short.
+"""Seconds after which a start, a load or a probe (the test of loaded weights) fails. `HANG_S` would
+be too short for them.
 """
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05, "fp8": 0.2}
-"""Largest allowed error of the probe, the test of a server after each load, in nats.
+"""Largest allowed mean error of the probe, the test of a server after each load, in nats.
 
 Used if `engine.probe_tolerance` is 0. The keys are values of `engine.dtype` or `engine.quantise`.
 Errors by rounding are smaller, even if only one of trainer and server rounds activations. For
-example, SmolLM2 (135M) in bfloat16 is 0.04 from float32 on the tokens of the probe, and 0.06 from a
-server in bfloat16. It is 0.48 from a server that ignores the temperature.
+example, the log-probabilities of SmolLM2 (135M) in bfloat16 differ by 0.04 from those in float32,
+and by 0.06 from those of a server in bfloat16. They differ by 0.48 from those of a server that
+ignores the temperature.
 """
 _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
 """Sampling parameters of the probe, the test of a server after each load. Its temperature is not 1,
@@ -83,9 +85,12 @@ so that it finds a server whose log-probabilities ignore the temperature.
 """
 _PROBE_PROMPT = 32
 _MIN_LOGP = -9999.0
-"""The value that vLLM sends for a token that has no log-probability."""
+"""The number that vLLM sends as the log-probability of a token that has none."""
 _MAX_LOGP = 1e-3
-"""Nats that a log-probability must be below. Values slightly above 0 are rounding errors."""
+"""Limit in nats that a log-probability must be below.
+
+Values slightly above 0 are rounding errors.
+"""
 NO_EXPERTS = memoryview(b"null")
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 _T = TypeVar("_T")
@@ -115,16 +120,18 @@ class ServerReply:
     logp_tokens: tuple[int, ...]
     """The token ids to which the values in `logps` belong. They must equal `tokens`."""
     versions: tuple[tuple[str, int], ...]
-    """For each part of the reply that one version sampled: the version as text, and the index of
-    the first token after the part.
+    """The parts of the reply that one version sampled: for each part the version as text, and the
+    index of the first token after the part.
     """
     finish_reason: str
     cached_tokens: int
     """Number of context tokens that the server found in its prefix cache."""
+    kept_sets: KeptSets | None = None
+    """The kept sets of the tokens. None if the server returns none."""
     routed_experts: memoryview = NO_EXPERTS
-    """Routed experts as JSON text in the server's own encoding. The first row belongs to the first
-    token for which the request asked experts. The text is null or an empty string if there are
-    none.
+    """The experts that an MoE model chose for each token, as JSON text in the server's own
+    encoding. The first row belongs to the first token for which the request asked experts. The text
+    is null or an empty string if there are none.
     """
 
     @property
@@ -136,8 +143,8 @@ class RemoteEngine(ABC):
     """An engine on one server. A subclass describes the HTTP API of the server.
 
     Weights are passed in a file in memory, so the server must run on this host. With
-    `options.deltas` the file is kept and changed in place. With `options.merging` the updates are
-    LoRA adapters. The engine adds them to the base weights and sends the sums to the server.
+    `options.deltas` the file is kept, and a delta changes it in place. With `options.merging` the
+    updates are LoRA adapters. The engine adds them to the base weights and writes the sums.
     """
 
     NAME: ClassVar[str]
@@ -153,7 +160,10 @@ class RemoteEngine(ABC):
     """
 
     def __init__(self, options: EngineOptions, server: VllmServer | None = None) -> None:
-        """Use the running server at `options.url`, or `server`, which this engine starts."""
+        """Use the running server at `options.url`, or `server`, which `start` starts.
+
+        Raises ValueError for options that do not fit together or do not fit the model.
+        """
         if options.deltas and options.merging:
             raise ValueError("deltas of adapters do not change merged weights: use full updates")
         self.options = options
@@ -192,7 +202,7 @@ class RemoteEngine(ABC):
         )
 
     def _model_sizes(self) -> ModelSizes:
-        """Return the facts about the model that are needed to check replies.
+        """Return the facts about the model that `sample` needs to check requests and replies.
 
         Raises ValueError if the model has too few positions for `max_context`.
         """
@@ -202,7 +212,8 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _handshake(self) -> int:
-        """Check the server's settings. Return the length of its longest context in tokens.
+        """Check the server's settings. Return the largest number of tokens that its contexts may
+        have.
 
         Raises ValueError for a server that cannot be used.
         """
@@ -213,18 +224,18 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Stop the requests with these ids, which reached the server after it was paused."""
+        """Stop requests that reached the server after it was paused.
 
-    @abstractmethod
-    async def _load_weights(self, folder: Path, version: int) -> None:
-        """Make the server load the weight file in `folder` as `version`.
-
-        Afterwards it must be able to sample.
+        `request_ids` are their ids.
         """
 
     @abstractmethod
+    async def _load_weights(self, folder: Path, version: int) -> None:
+        """Make the server load the weight file in `folder` as `version`, and end its pause."""
+
+    @abstractmethod
     async def _loaded_version(self) -> str:
-        """Return the version of the server's weights, as text.
+        """Return the version of the weights that the server reports, as text.
 
         The server's engine process must answer this request itself, so that a frozen process is
         noticed.
@@ -241,7 +252,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def _parse_reply(self, body: Any) -> ServerReply:
-        """Return a reply from the decoded JSON `body`, which has the type `REPLY`.
+        """Return a reply from its decoded JSON `body`, an object of the type `REPLY`.
 
         Called in a thread for large replies. Raises LookupError, TypeError or ValueError if the
         JSON is malformed.
@@ -250,7 +261,8 @@ class RemoteEngine(ABC):
     def _decode_experts(self, routed_experts: memoryview) -> Any:
         """Return `ServerReply.routed_experts` as an array of expert numbers, `[tokens, layers, k]`.
 
-        A backend whose replies have `routed_experts` must define this method.
+        `k` is the number of experts for each token. A backend whose replies have `routed_experts`
+        must define this method.
         """
         raise NotImplementedError(f"{type(self).__name__} does not decode routed experts")
 
@@ -313,7 +325,9 @@ class RemoteEngine(ABC):
     async def _experts_in_thread(
         self, session: "_Session", encoded: memoryview, first: int, stop: int
     ) -> RoutedExperts:
-        """Call `_read_experts` in a thread, because the experts of long sequences are megabytes."""
+        """Call `_read_experts` in a thread, because reading the experts of a long sequence takes
+        long.
+        """
 
         async def read() -> RoutedExperts:
             async with parsing_turn():
@@ -325,9 +339,9 @@ class RemoteEngine(ABC):
             raise self._fail(session, f"malformed routed experts: {error}") from error
 
     def _read_experts(self, encoded: memoryview, first: int, stop: int) -> RoutedExperts:
-        """Return the routed experts of a sequence of `stop` tokens, from the token `first` on.
+        """Return the experts of the tokens `first` to `stop` - 1 of a sequence.
 
-        Raises ValueError if `encoded` is invalid or has rows for more tokens.
+        Raises ValueError if `encoded` is invalid, or has rows for tokens from `stop` on.
         """
         decoded = self._decode_experts(encoded)
         experts = pack_experts(decoded, self._num_experts, routed=self.sizes.routed)
@@ -355,7 +369,9 @@ class RemoteEngine(ABC):
         await self._drain(session)  # some requests reached the server after the pause
 
     async def _drain(self, session: "_Session") -> None:
-        """End the pending requests on the server, and wait until their calls have returned."""
+        """Stop the pending requests on the server, and wait until all calls of `sample` have their
+        replies.
+        """
         while left := len(session.pending):
             async with self._deadline(session, HANG_S, "aborted replies did not return"):
                 while len(session.pending) == left:
@@ -388,10 +404,11 @@ class RemoteEngine(ABC):
         await self._load_weights(weights.folder, version)
 
     def _share(self, session: EngineSession, update: Update) -> Mapping[str, Tensor]:
-        """Write weights to the file that the server reads, or apply a delta to those in it.
+        """Write an update to the file that the server reads. A delta changes the weights in the
+        file.
 
-        Return the weights in the file. If the update is a file with exactly these weights, that
-        file is used. Runs in a thread.
+        Return the weights in the file. If the update already is a file with exactly these weights,
+        that file is used. Runs in a thread.
         """
         with _reading(update), self._weights.changing():
             if session.error:  # a later start has written other weights
@@ -413,17 +430,15 @@ class RemoteEngine(ABC):
         session.open.set()
 
     async def verified(self) -> None:
-        """Wait until the loaded weights have passed their test (the probe).
-
-        If it fails, raise its error.
-        """
+        """Wait for the probe, the test of the loaded weights. Raises `EngineDied` if it fails."""
         await self._verified(self._live_session())
 
     def fail(self, reason: str) -> EngineDied:
-        """Make all calls fail until the next start, because another process found the server dead.
+        """End this engine, because another process found its server dead. `reason` says what it
+        found.
 
-        `reason` describes its state. Return the error that the calls raise. The server is killed if
-        this engine started it.
+        Return the error that all calls raise until the next start. The server is killed if this
+        engine started it.
         """
         return self._fail(self._live_session(), reason)
 
@@ -431,7 +446,7 @@ class RemoteEngine(ABC):
         """Sample from a server that another process has started and loaded with `version`.
 
         Called on the engine's event loop in place of `start`, `load` and `resume`. Replies are
-        returned when `probe` is done. The caller completes it when the other process has tested the
+        returned once `probe` is done. The caller completes it when the other process has tested the
         weights.
         """
         session = self._session
@@ -447,8 +462,9 @@ class RemoteEngine(ABC):
         session.open.set()
 
     def unfollow(self, reason: str) -> None:
-        """Make all calls fail until the next `follow`, because the other process lost the
-        server.
+        """Make all calls fail until the next `follow`, because the other process lost the server.
+
+        `reason` is the text of their error.
         """
         if self._session is not None:
             self._session.end(reason)
@@ -456,8 +472,8 @@ class RemoteEngine(ABC):
     async def leave(self) -> None:
         """Send no requests until the next `follow`. Wait until all pending replies have returned.
 
-        Another process controls the server, and pauses it meanwhile. Raises `EngineDied` like
-        `interrupt`.
+        The process that controls the server pauses it meanwhile. Raises `EngineDied` if the server
+        fails or the replies do not return in time.
         """
         session = self._live_session()
         session.open.clear()
@@ -475,7 +491,9 @@ class RemoteEngine(ABC):
         await in_thread(self._close_weights)
 
     def _close_weights(self) -> None:
-        """Remove the weight file. A thread may still be writing it for a cancelled `stage`."""
+        """Remove the weight file. This waits for a thread that still writes it for a cancelled
+        `stage`.
+        """
         with self._weights.changing():
             self._weights.close()
 
@@ -489,6 +507,7 @@ class RemoteEngine(ABC):
             params,
             max_context=limit,
             vocab_size=self.sizes.vocab_size,
+            keeps_sets=bool(self.options.truncation),
             versions=self.versions,
         )
         if 0 < params.temperature < self.MIN_TEMPERATURE:
@@ -536,7 +555,7 @@ class RemoteEngine(ABC):
     def _checked_piece(self, reply: ServerReply, params: SamplingParams, version: int) -> Sampled:
         """Return the tokens and log-probabilities of a reply, after checking them.
 
-        Raises `EngineDied` if another version than `version` sampled a token, or if a token has no
+        Raises `EngineDied` if any token was sampled by a version other than `version`, or has no
         valid log-probability.
         """
         tokens = reply.tokens
@@ -552,14 +571,20 @@ class RemoteEngine(ABC):
         if max(logps, default=-1.0) >= 0:
             logps = tuple(min(0.0, logp) for logp in logps)
         if params.temperature == 0:  # greedy sampling: the chosen token has probability 1
-            logps = (0.0,) * len(tokens)
-        return Sampled(tokens, logps, version)
+            return Sampled(tokens, (0.0,) * len(tokens), version)
+        if not params.truncation or not tokens:
+            return Sampled(tokens, logps, version)
+        kept = reply.kept_sets
+        if kept is None:
+            reason = f"{params.truncation} is set, but the server returns no kept sets"
+            raise self._fail(session, f"{reason}: start it with --return-sampling-mask")
+        if len(kept) != len(tokens) or not kept.contain(tokens):
+            reason = f"the {len(kept)} kept sets of {len(tokens)} tokens do not contain them"
+            raise self._fail(session, reason)
+        return Sampled(tokens, logps, version, kept_sets=kept)
 
     async def _verified(self, session: "_Session") -> None:
-        """Wait until the loaded weights have passed their test (the probe).
-
-        If it fails, raise its error.
-        """
+        """Wait for the probe, the test of the loaded weights. Raise its error if it fails."""
         if session.probe is not None:
             await asyncio.wait((session.probe,))
             session.probe.result()
@@ -594,16 +619,17 @@ class RemoteEngine(ABC):
     async def _probe_errors(
         self, session: "_Session", version: int, weights: Mapping[str, Tensor]
     ) -> Tensor:
-        """Sample tokens on the server.
+        """Sample tokens on the server, and return the absolute errors of their log-probabilities,
+        in nats.
 
-        Return the absolute errors of their log-probabilities, in nats. The true values are those of
-        the trainer's model with `weights`.
+        The true values are those of the trainer's model with `weights`.
         """
         prompt = self._probe_prompt(version)
-        request = self.generate(next(self._request_ids), prompt, _PROBE_PARAMS)
+        params = replace(_PROBE_PARAMS, **self.options.truncation._asdict())
+        request = self.generate(next(self._request_ids), prompt, params)
         async with self._deadline(session, LOAD_S, "no reply to the probe"):
             reply = await self._while_alive(session, request)
-        piece = self._checked_piece(reply, _PROBE_PARAMS, version)
+        piece = self._checked_piece(reply, params, version)
         if not piece.tokens:
             raise self._fail(session, "the reply to the probe has no tokens")
         if self.options.record_experts and not reply.has_experts:
@@ -613,22 +639,24 @@ class RemoteEngine(ABC):
             )
             raise self._fail(session, reason)
         expected = await session.while_alive(
-            in_thread(self._expected_logps, weights, [*prompt, *piece.tokens])
+            in_thread(self._expected_logps, weights, [*prompt, *piece.tokens], piece.kept_sets)
         )
         return (expected[len(prompt) - 1 :] - torch.tensor(piece.behavior_logp)).abs()
 
-    def _expected_logps(self, weights: Mapping[str, Tensor], tokens: Sequence[int]) -> Tensor:
+    def _expected_logps(
+        self, weights: Mapping[str, Tensor], tokens: Sequence[int], kept_sets: KeptSets | None
+    ) -> Tensor:
         """Return the trainer's log-probabilities of all `tokens` except the first, `[T - 1]`.
 
-        Runs in a thread.
+        Those of the last tokens are over their `kept_sets`. Runs in a thread.
         """
         with _reading(weights):  # the thread may run on after the probe was cancelled
-            return self._reference.logps(weights, tokens, temperature=_PROBE_PARAMS.temperature)
+            heat = _PROBE_PARAMS.temperature
+            return self._reference.logps(weights, tokens, temperature=heat, kept_sets=kept_sets)
 
     def _probe_prompt(self, version: int) -> list[int]:
-        """Return random prompt tokens for the probe.
-
-        All engines that load `version` get the same ones.
+        """Return random prompt tokens for the probe, the same for all engines that load
+        `version`.
         """
         noise = torch.Generator().manual_seed(version)
         length = min(_PROBE_PROMPT, self.options.max_context - 1)
@@ -640,8 +668,9 @@ class RemoteEngine(ABC):
     async def _wait_until_reachable(self, session: "_Session") -> None:
         """Wait until the server answers.
 
-        Raises `EngineDied` if the process that this engine started has ended, or at the first
-        failed request to a server of another owner that never answered before.
+        Raises `EngineDied` if a server that this engine started has ended. Another server must
+        answer the very first request. After it has answered once, it is waited for up to `HANG_S`
+        seconds.
         """
         timeout_s = LOAD_S if self.server is not None else HANG_S
         async with self._deadline(session, timeout_s, "not ready"):
@@ -665,8 +694,8 @@ class RemoteEngine(ABC):
         """Send a command to the server.
 
         Raises `EngineDied` if the server refuses the command or does not answer within `timeout_s`
-        (default: `HANG_S`). If the refusal contains the text `retry_on`, the command is sent again
-        until `timeout_s` is over.
+        (None: `HANG_S`). A refusal that contains the text `retry_on` is not an error: the command
+        is sent again until `timeout_s` is over.
         """
         session = self._live_session()
         async with self._deadline(session, timeout_s or HANG_S, f"no answer to {path}"):
@@ -688,7 +717,7 @@ class RemoteEngine(ABC):
     ) -> AbstractAsyncContextManager[None]:
         """Return a context that raises `EngineDied` if its body takes longer than `seconds`.
 
-        `failure` is the reason given in the error's text.
+        `failure` is the reason in the error's text, such as "no answer".
         """
         return deadline(seconds, partial(self._fail, session), failure)
 
@@ -725,7 +754,7 @@ class RemoteEngine(ABC):
             raise self._fail(session, reason)
 
     def _fail(self, session: "_Session", reason: str) -> EngineDied:
-        """End the session because of a failure of the server. Return the error to raise.
+        """End the session because the server failed. Return the error to raise.
 
         All calls until the next start raise it, too. The server is killed if this engine started
         it.
@@ -742,9 +771,9 @@ class RemoteEngine(ABC):
 
 
 def _reading(weights: Update) -> AbstractContextManager[None]:
-    """Return a context in which the weight file that holds `weights` does not change.
+    """Return a context in which the file that holds `weights` does not change.
 
-    The context does nothing for weights that are in no file.
+    It does nothing for weights that are in no file.
     """
     return weights.reading() if isinstance(weights, SharedWeights) else contextlib.nullcontext()
 
@@ -800,7 +829,7 @@ class _Session(EngineSession):
         super().__init__(partial(check_health, self))
         self.usage = UsageCounters(keep_cache=keep_cache)
         self.probe: asyncio.Future[None] | None = None
-        """A future that is done when the probe of the last loaded version passed. None before the
+        """A future of the test of the last loaded version, which raises its error. None before the
         first load.
         """
 

@@ -10,20 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 MAX_EXTRA_REPLIES = 8
-"""The largest load that an engine with a useful cache may have beyond the least loaded engine. A
-request with a short context has load 1.
+"""The load that an engine may have beyond the least loaded engine and still be chosen for its
+cache. A request with a short context has load 1.
 """
 CACHED_TOKENS_PER_REPLY = 128
-"""Number of cached context tokens that compensate for one more reply on an engine. For a small
-model, computing them takes as long as the wait for that reply.
+"""Number of cached context tokens that make up for one more reply on an engine. With a small model,
+computing so many tokens takes as long as the wait for that reply.
 """
 FOREIGN_TOKENS = MAX_EXTRA_REPLIES * CACHED_TOKENS_PER_REPLY
-"""Number of context tokens by which the cache of an engine in the other group must exceed that of
-the request's own group, so that the request is sent there. They compensate for `MAX_EXTRA_REPLIES`
+"""A request is sent to an engine of the other group if that engine has cached over this many more
+of its context tokens than the best engine of its own group. They make up for `MAX_EXTRA_REPLIES`
 replies.
 """
 _KEPT = 50
-"""Number of last reply lengths in the mean. With more, the mean would follow a change too late."""
+"""Number of the last reply lengths from which the expected length is computed. With more, it would
+follow a change too late.
+"""
 
 
 def request_weight(context: int, load_tokens: int) -> int:
@@ -37,7 +39,10 @@ def request_weight(context: int, load_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The division of a pool's engines into a prefill group and a decode group."""
+    """The division of a pool's engines into a prefill and a decode group.
+
+    The prefill group is for requests with much new context.
+    """
 
     prefill_engines: int = 0
     """Number of engines in the prefill group: the first ones of the pool. 0: the pool has no
@@ -86,9 +91,9 @@ class Choice:
     index: int
     """The engine's index in the list of candidates."""
     has_place: bool
-    """False if no engine can run the request at once, so that it waits at this engine."""
+    """False if no engine can run the request at once. The request then waits at this engine."""
     rejects: int
-    """Number of engines that are preferred to this one, but cannot run the request at once."""
+    """Number of engines that would have been better, but cannot run the request at once."""
     is_prefill: bool
     """True if the request belongs to the prefill group."""
 
@@ -98,11 +103,11 @@ def choose(
 ) -> Choice:
     """Choose an engine for a request with `context` tokens, by the group to which it belongs.
 
-    The group is prefill if the decode engine with most of the context cached would still have to
-    compute too many tokens (`Phases.is_prefill`), else decode. The request is sent to an engine of
-    its group. It is sent to the other group if only that group has a free engine, or if an engine
-    there has cached more than `FOREIGN_TOKENS` more of its context. If no engine is free, it waits
-    in its group. A group without a working engine is ignored.
+    `reply_tokens` is the expected length of the reply. The group is prefill if the decode engine
+    that has cached most of the context would still have to compute too much (`Phases.is_prefill`),
+    else decode. The request is sent to the other group if only that group has a free engine, or if
+    an engine there has cached more than `FOREIGN_TOKENS` more of its context. If no engine is free,
+    it waits in its group. A group without a working engine is ignored.
 
     >>> prefill = Candidate(load=1, cached=0, is_free=True, prefills=True)
     >>> decode = Candidate(load=5, cached=0, is_free=True)
@@ -132,10 +137,10 @@ def _choose_in(
 ) -> Choice:
     """Choose an engine of a group. `group` has the indices of its engines in `candidates`.
 
-    The preferred engine has the least load and context to compute, where `CACHED_TOKENS_PER_REPLY`
-    tokens count as a load of 1. Engines whose load is more than `MAX_EXTRA_REPLIES` above the least
-    come last. Engines that cannot run the request at once are skipped. If no engine can run it at
-    once, it waits at the preferred one.
+    The best engine has the lowest sum of load and context to compute, where
+    `CACHED_TOKENS_PER_REPLY` tokens count as a load of 1. Engines whose load is more than
+    `MAX_EXTRA_REPLIES` above the least come last. The best engine that can run the request at once
+    is chosen. If there is none, the request waits at the best one.
     """
     most = min(candidates[index].load for index in group) + MAX_EXTRA_REPLIES
 
@@ -168,14 +173,17 @@ class ReplyLengths:
         self._lengths: deque[int] = deque(maxlen=_KEPT)
 
     def add(self, tokens: int) -> None:
-        """Add the length in tokens of a complete reply, parts from earlier requests included."""
+        """Add the length of a complete reply in tokens, including parts that earlier requests
+        returned.
+        """
         self._lengths.append(tokens)
 
     def expected(self, max_tokens: int, sampled: int = 0) -> float:
-        """Return the expected number of tokens in the rest of a reply, at most `max_tokens`.
+        """Return how many tokens a reply with `sampled` tokens is expected to add, at most
+        `max_tokens`.
 
-        The reply has `sampled` tokens so far. The result is the mean rest of the recorded replies
-        that were longer than that, or `max_tokens` if none was.
+        It is the mean of the tokens that longer recorded replies had after their first `sampled`
+        ones. It is `max_tokens` if no recorded reply is longer.
         """
         rests = [length - sampled for length in self._lengths if length > sampled]
         return min(float(max_tokens), sum(rests) / len(rests)) if rests else float(max_tokens)

@@ -1,7 +1,7 @@
 """A fake engine that returns given tokens, for tests of code that uses an engine.
 
-It runs in this process, deterministically and without a model. Replies take time only in
-`token_delay`. So a test decides which reply is slow, and at which token an interruption ends it.
+It is deterministic and needs no model. Replies take time only in the function `token_delay`. So a
+test decides which reply is slow, and at which token an interruption ends it.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from unstale.signals import Signals
 from unstale.weights.store import Delta
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
-"""A function from a context to the tokens of the reply. They must contain a stop token or be at
-least `max_tokens`.
+"""A function from a context and its parameters to the tokens of the reply. These must contain a
+stop token, or be at least `max_tokens` tokens.
 """
 Delay = Callable[[Sequence[int], SamplingParams], Awaitable[None]]
-"""A function of the context and the tokens sampled so far. It is awaited before each token, so it
-controls the speed.
+"""A function that is awaited before each token, with the context and the reply's tokens so far, and
+the parameters. It controls the speed.
 """
 
 
@@ -41,8 +41,9 @@ class ScriptedEngine:
     """An engine that returns tokens from a script instead of sampling.
 
     `script` returns the reply to a context. It is called again when an interrupted reply continues.
-    `logp` is the log-probability of every token, or a function of (context, token). If `parameters`
-    are given, `load` accepts only weights with their names and shapes.
+    `logp` is the log-probability of every token, or a function of (context, token). `signals`
+    returns the signals after a context. If `parameters` are given, `load` accepts only weights with
+    their names and shapes.
 
     >>> async def hello() -> Reply:
     ...     engine = ScriptedEngine(lambda tokens, params: [5, 6, 7])
@@ -147,7 +148,10 @@ class ScriptedEngine:
         )
 
     async def stage(self, update: Update, version: int) -> None:
-        """Check that the engine works. There is nothing to prepare."""
+        """Raise an error if the engine is dead.
+
+        Otherwise do nothing: there is nothing to prepare.
+        """
         self._check_alive()
 
     async def interrupt(self) -> None:

@@ -1,6 +1,6 @@
-"""The state of an engine that runs in another process, and functions that await its answers.
+"""The state of an engine that runs in another process, and functions that wait for its answers.
 
-Such a wait raises an error when the engine dies, or after a time limit.
+They raise an error when the engine dies, or after a time limit.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ _T = TypeVar("_T")
 
 
 class EngineSession:
-    """The state of an engine that runs in other processes, between one start and the next.
+    """The state of an engine in another process, from one start of the engine to the next.
 
-    The caller's function `check_health` is awaited every `CHECK_S` seconds while replies are
-    pending. It must raise `EngineDied` if the engine does not work.
+    While replies are pending, the function `check_health` is awaited every `CHECK_S` seconds. It
+    must raise `EngineDied` if the engine does not work.
     """
 
     def __init__(self, check_health: Callable[[], Awaitable[None]]) -> None:
         self.error = ""
-        """The reason why the session ended. Empty while it is in progress."""
+        """The reason why the session ended. Empty until then."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.open = asyncio.Event()
         """An event that is set while the engine may sample, from `resume` to `interrupt`."""
@@ -74,8 +74,8 @@ class EngineSession:
     def _check_due(self) -> bool:
         """Return True if the last health check was `CHECK_S` seconds ago or more.
 
-        The caller must then check the engine's health: the current time is recorded as that of the
-        last check.
+        True also records the present time as that of a check, so the caller must then check the
+        health.
         """
         now = time.monotonic()
         due = now >= self._checked_at + CHECK_S
@@ -90,8 +90,8 @@ async def deadline(
 ) -> AsyncIterator[None]:
     """Return a context that raises `EngineDied` if its body takes longer than `seconds`.
 
-    `died` makes this error from the text "<what> within <seconds> s". `what` names the failure,
-    such as "no answer".
+    `died` makes the error from a text, such as "no answer within 60 s". `what` is the beginning of
+    this text, here "no answer".
     """
     try:
         async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""Weights for servers on this host, in a safetensors file that is mapped into memory.
+"""A safetensors file that is mapped into memory, through which servers on this host get weights.
 
 The file is in `/dev/shm`, or in the folder for temporary files if `/dev/shm` has too little space.
 """
@@ -43,9 +43,8 @@ class SharedWeights(Mapping[str, Tensor]):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context in which the weight file does not change.
-
-        Several threads may read at once.
+        """Return a context in which the weight file does not change. Several threads may read at
+        once.
         """
         with self._free:
             self._readers += 1
@@ -60,24 +59,23 @@ class SharedWeights(Mapping[str, Tensor]):
     def changing(self) -> Iterator[None]:
         """Return a context in which no other thread reads or changes the weight file.
 
-        Entering it waits for the threads that do.
+        Entering the context waits for threads that do.
         """
         with self._free:
             self._free.wait_for(lambda: not self._readers)
             yield
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Write all weights to the file, in their own dtypes. The previous content is replaced.
+        """Write all weights to the file, in their own dtypes. This replaces the file's content.
 
         Raises OSError if there is too little space.
         """
         self.write_file(file_of(weights))
 
     def write_file(self, parts: Sequence[Bytes]) -> None:
-        """Write a safetensors file given in parts, the header first.
+        """Write a safetensors file that is given in parts, its header first.
 
-        If `parts` has only the header, all numbers are 0. Raises OSError if there is too little
-        space.
+        With only the header, all weights are 0. Raises OSError if there is too little space.
         """
         size = file_size(parts[0])
         if not self.weights:
@@ -99,7 +97,9 @@ class SharedWeights(Mapping[str, Tensor]):
         return len(self.weights)
 
     def holds(self, weights: Mapping[str, Tensor]) -> bool:
-        """Return True if `weights` are the tensors in the file's memory themselves, not copies."""
+        """Return True if `weights` are the very tensors in the file's memory, not copies of
+        them.
+        """
         return weights.keys() == self.weights.keys() and all(
             tensor.data_ptr() == self.weights[name].data_ptr() for name, tensor in weights.items()
         )
@@ -110,9 +110,9 @@ class SharedWeights(Mapping[str, Tensor]):
 
 
 def memory_folder(num_bytes: int, resources: ExitStack) -> Path:
-    """Make a folder in memory for files of `num_bytes` in all.
+    """Make a folder in memory for files of `num_bytes` in all. Return its path.
 
-    It is removed when `resources` are closed. Raises OSError if there is too little space.
+    The folder is removed when `resources` are closed. Raises OSError if there is too little space.
     """
     parents = [path for path in (MEMORY, Path(tempfile.gettempdir())) if path.is_dir()]
     for parent in parents:

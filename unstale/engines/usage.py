@@ -1,4 +1,4 @@
-"""Counters of an engine on a server, and a record of the contexts in the server's prefix cache."""
+"""Counters of an engine on a server, and a record of what the server's prefix cache holds."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class UsageCounters:
     """The counters of one server since its start.
 
     A reply is clean if no part of its context was computed with older weights. With `keep_cache`
-    there can be others, because the server keeps its prefix cache when weights change.
+    the server keeps its prefix cache when weights change, so a reply may not be clean.
     """
 
     def __init__(self, *, keep_cache: bool) -> None:
@@ -48,18 +48,20 @@ class UsageCounters:
             self._busy_since = None
 
     def probed(self, error: float) -> None:
-        """Record the mean log-probability error of a probe, in nats. `read` returns the largest."""
+        """Record the error of a probe, the test of loaded weights, in nats. `read` returns the
+        largest one.
+        """
         self._counters["probe_logp_error"] = max(self._counters["probe_logp_error"], error)
 
     def loaded(self) -> None:
-        """Record a weight update: all contexts cached so far belong to older weights."""
+        """Record a weight update: all contexts cached so far were computed with older weights."""
         if self._keep_cache:
             self._current.update(self._older)
         self._older = self._current
         self._current = CachedPrefixes()
 
     def count(self, context: Sequence[int], reply: Sequence[int], *, cached: int) -> bool:
-        """Count a reply. Return True if it is clean.
+        """Count a reply to a context. Return True if the reply is clean.
 
         `cached` is the number of context tokens that the server found in its cache. An empty reply
         is not counted, because the server may not have begun to compute it.
@@ -83,8 +85,8 @@ class UsageCounters:
     def read(self) -> dict[str, float]:
         """Return the counters since the last call, and reset them to 0.
 
-        `reprefill_s`, the seconds for computing dropped contexts again, is an estimate: the busy
-        time is divided in proportion to the tokens.
+        `reprefill_s` is an estimate of the time for computing dropped contexts again, in seconds:
+        the busy time is divided in proportion to the numbers of tokens.
         """
         if self._busy_since is not None:
             self.end()

@@ -33,15 +33,16 @@ _TERMINATE_S = 10.0
 _MAX_SOCKET_BYTES = 107
 """Largest length of the path of a Unix socket on Linux, without the zero at its end."""
 _SOCKET_NAME_BYTES = 36
-"""Length of a socket's name in the server's folder. vLLM uses random UUIDs."""
+"""Length in bytes of the names that vLLM gives its sockets, which are random UUIDs."""
 ACTIVATIONS_SHARE = 0.15
 """Share of GPU memory that a server leaves free for the trainer's activations and caches."""
 QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
-"""The value of vLLM's `--quantization` for each value of `EngineOptions.quantise`. `fp8_per_block`
-uses the blocks of `model.quantisation.FORMATS`, and quantises bfloat16 weights at each load.
+"""vLLM's value of `--quantization` for each value of `EngineOptions.quantise`, None for no flag.
+`fp8_per_block` uses the blocks of `model.quantisation.FORMATS`. It quantises bfloat16 weights at
+each load.
 """
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values of vLLM's `--max-lora-rank`."""
+"""The values that vLLM accepts for `--max-lora-rank`."""
 _MEMORY_FLAG = "--gpu-memory-utilization"
 _OPTIONS = {
     "--model": "policy",
@@ -49,6 +50,7 @@ _OPTIONS = {
     "--max-num-seqs": "engine.max_running",
     "--max-model-len": "engine.max_context",
     "--enable-return-routed-experts": "trainer.routing_replay",
+    "--return-sampling-mask": "engine.top_k",
     "--weight-transfer-config": "engine.transfer",
     "--enable-lora": "engine.adapters",
     "--max-loras": "schedule.max_staleness",
@@ -61,8 +63,9 @@ _OPTIONS = {
 class VllmServer:
     """A vLLM server and its child processes. They end with `close`, or when this process ends.
 
-    The server starts with random weights. So the probe after the first load fails if the load left
-    a parameter unchanged. With adapters that are not merged, it starts with the base weights.
+    The server starts with random weights. So the probe, the test after a load, fails if the first
+    load left a parameter unchanged. With adapters that are not merged, it starts with the base
+    weights.
     """
 
     def __init__(self, options: EngineOptions, extension: str = EXTENSION) -> None:
@@ -70,7 +73,7 @@ class VllmServer:
 
         vLLM adds the class `extension` to its workers. Raises ValueError if `options.args` has a
         flag that the run sets, the path of `TMPDIR` is too long, the Python interpreter is missing,
-        or there are too few GPUs.
+        or the host has too few GPUs.
         """
         self._folder = _socket_folder()
         self._resources = contextlib.ExitStack()
@@ -101,6 +104,8 @@ class VllmServer:
             self._arguments.append(f"--quantization={quantization}")
         if options.record_experts:
             self._arguments.append("--enable-return-routed-experts")
+        if options.truncation:
+            self._arguments.append("--return-sampling-mask")
         if options.transfer == "nccl":
             self._arguments.append('--weight-transfer-config={"backend": "nccl"}')
         if not torch.cuda.is_available():
@@ -126,9 +131,9 @@ class VllmServer:
     def start(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """End the present server process, if there is one, and start a new one.
 
-        The call does not wait until the server can answer requests. No process is started if
-        `is_wanted` returns False. `close` may run in another thread before or after this call, so
-        whoever calls `close` must first make `is_wanted` return False.
+        The call does not wait until the server answers requests. If `is_wanted` returns False, no
+        process is started. `close` may run in another thread before this call, so a caller of
+        `close` must first make `is_wanted` return False.
         """
         with self._lock:
             self._end()
@@ -202,7 +207,7 @@ class VllmServer:
 
 
 def _weight_flags(options: EngineOptions) -> list[str]:
-    """Return the flags that choose a server's initial weights and allow LoRA adapters.
+    """Return the vLLM flags that choose the initial weights and allow LoRA adapters.
 
     Raises ValueError for a LoRA rank that vLLM does not support.
     """
@@ -218,8 +223,9 @@ def _weight_flags(options: EngineOptions) -> list[str]:
 
 
 def require_vllm(python: str) -> None:
-    """Raise ValueError if vLLM is not installed for the interpreter `python` ("": this
-    process's).
+    """Raise ValueError if the interpreter `python` has no vLLM.
+
+    "" is this process's interpreter.
     """
     if python:
         _require_vllm_of(python, find_python(python))
@@ -285,10 +291,10 @@ def _socket_folder() -> Path:
 
 
 def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
-    """Return the user's flags. Raises ValueError for a flag that the run sets itself.
+    """Return `flags`, the user's flags for the server. `own` are those that the run sets.
 
-    `own` are the flags that the run sets. Abbreviated flags are also found, because vLLM accepts
-    them.
+    Raises ValueError if the user sets one of the run's flags, also by an abbreviation, which vLLM
+    would accept.
     """
     taken = [*(each.partition("=")[0] for each in own), _MEMORY_FLAG]
     for flag in flags:
@@ -304,9 +310,8 @@ def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
 
 
 def gpus_here() -> list[str]:
-    """Return the GPUs that this process may use, as in `CUDA_VISIBLE_DEVICES`.
-
-    The call initialises no GPU.
+    """Return the GPUs that this process may use, named as in `CUDA_VISIBLE_DEVICES`. None is
+    initialised.
     """
     if not torch.cuda.is_available():
         return []
@@ -320,7 +325,7 @@ def gpus_here() -> list[str]:
 def _own_gpus(options: EngineOptions) -> Sequence[str]:
     """Return the GPUs for the server with `options.number`, taken from the GPUs of its host.
 
-    The result is empty if the server may use all GPUs. Raises ValueError if its host has too few.
+    The result is empty if the server may use all GPUs. Raises ValueError if the host has too few.
     """
     gpus = options.gpus or gpus_here()
     if not options.gpus_each or not gpus:
@@ -341,11 +346,12 @@ def can_quantise(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int) -> float:
-    """Return the share of one GPU's memory that a server may use next to the trainer.
+    """Return the share of a GPU's memory (0 to 1) that a server may use next to the trainer.
 
     `weights` is the number of parameters of the model, and `total` the GPU's memory in bytes.
-    `trainer_bytes` and `engine_bytes` are bytes for each parameter. A further 15% of the memory is
-    left for the trainer's activations. Raises ValueError if trainer and server do not fit together.
+    `trainer_bytes` and `engine_bytes` are the bytes that trainer and server need for each
+    parameter. A further 15% of the memory is left for the trainer's activations. Raises ValueError
+    if both do not fit together.
 
     >>> gpu_share(4_000_000_000, total=140_000_000_000, trainer_bytes=18, engine_bytes=2)
     0.33
@@ -365,10 +371,10 @@ def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int
 def server_environment(modules: Path, *, python: str, threads: int) -> dict[str, str]:
     """Return the environment variables for a server's process.
 
-    `modules` is the folder from which the server imports `vllm_worker.py`. The server's sockets are
-    in the parent of this folder. Variables of this process replace the defaults, but not those that
-    a run requires. The folder of `python` comes first in `PATH`, because vLLM starts tools that are
-    installed there.
+    `modules` is the folder from which the server imports `vllm_worker.py`. Its parent has the
+    server's sockets. `threads` is the number of CPU threads. Variables of this process replace the
+    defaults, but not those that a run requires. The folder of `python` comes first in `PATH`,
+    because vLLM starts tools that are installed there.
     """
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -2,7 +2,7 @@
 
 The trainer and the workers of one server form a group, in which the trainer has rank 0. An HTTP
 request makes the workers receive, and a thread of the trainer sends meanwhile. The request has a
-time limit. NCCL has none, so the thread must never delay the end of the run.
+time limit. NCCL has none, so no one waits for the thread when the run ends.
 
 With several trainer ranks, all weights are gathered before the first one is sent. So the
 collectives of the trainer ranks never wait for those of this group.
@@ -23,18 +23,18 @@ PACKET_BYTES = 1 << 28
 """Size in bytes after which a packet of weights is sent.
 
 A packet ends with the tensor that exceeds this size, so it may be larger by one tensor. The trainer
-holds the tensors of a packet and their copy, the workers up to two packets.
+holds one packet's tensors and their joined copy, a worker up to two packets.
 """
 
 
 class TransferGroup(Protocol):
-    """A communication group of the trainer (rank 0) and all workers of a server. Methods block.
+    """A communication group of the trainer (rank 0) and all workers of a server.
 
-    Only `close` may be called by another thread.
+    Its methods block until they are done. Only `close` may be called by another thread.
     """
 
     id: str
-    """The identifier with which workers join the group: for NCCL, 128 bytes in base64."""
+    """The identifier with which workers join the group. For NCCL it is 128 bytes in base64."""
     device: torch.device
     """The device of the tensors that `broadcast` sends."""
 
@@ -43,13 +43,17 @@ class TransferGroup(Protocol):
         ...
 
     def broadcast(self, data: Tensor) -> None:
-        """Send bytes to all workers. Return when the memory of `data` may be used again."""
+        """Send the bytes `data` to all workers.
+
+        Return when the memory of `data` may be used again.
+        """
         ...
 
     def close(self) -> None:
         """Close the group. A `broadcast` that waits for a dead worker then ends.
 
-        A `join` may continue to wait. If it succeeds later, the group is closed then.
+        A `join` that is in progress may continue to wait. If it succeeds, it closes the group
+        itself.
         """
         ...
 
@@ -58,7 +62,7 @@ MakeGroup = Callable[[], TransferGroup]
 
 
 class NcclGroup:
-    """An NCCL group. The trainer uses the first GPU of this process."""
+    """An NCCL group whose rank 0 is the trainer, on the first GPU of this process."""
 
     def __init__(self) -> None:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -99,7 +103,7 @@ class NcclGroup:
 
 
 def nccl_groups() -> MakeGroup:
-    """Return the function that makes NCCL groups of trainer and workers.
+    """Return a function that makes an NCCL group of the trainer and a server's workers.
 
     Raises ValueError if this process has no CUDA GPU or no vLLM.
     """
@@ -164,7 +168,7 @@ def send(group: TransferGroup, weights: Mapping[str, Tensor]) -> None:
 def run_in_thread(call: Callable[[], None]) -> "asyncio.Future[None]":
     """Run a function in a new daemon thread. Return a future that is done when the function ends.
 
-    If the function raises an error, the future raises ConnectionError.
+    If the function raises an error, the future raises ConnectionError with its text.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()

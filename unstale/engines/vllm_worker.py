@@ -13,11 +13,11 @@ from typing import Any
 from safetensors.torch import load_file
 
 TERMINATE_S = 5
-"""Seconds that the server may take to end after SIGTERM. Then its processes are killed."""
+"""Seconds after SIGTERM until the server's processes are killed."""
 
 
 class Extension:
-    """Methods that are added to vLLM's worker class by `--worker-extension-cls`."""
+    """Methods that vLLM's option `--worker-extension-cls` adds to its worker class."""
 
     vllm_config: Any
     model_runner: Any
@@ -28,7 +28,8 @@ class Extension:
         return [self.vllm_config.model_config.quantization]
 
     def unstale_load(self, path: str) -> None:
-        """Load all weights from a safetensors file with the names of a checkpoint.
+        """Load all weights from the safetensors file at `path`, whose names are those of a
+        checkpoint.
 
         If the server was started with `--quantization`, vLLM quantises the weights layer by layer.
         """
@@ -38,11 +39,10 @@ class Extension:
         self.unstale_repack()
 
     def unstale_repack(self) -> None:
-        """Convert the weights of linear layers to vLLM's CPU format again.
+        """Convert the weights of linear layers to vLLM's CPU format again. On a GPU, do nothing.
 
-        Only vLLM's CPU build needs this. That build converts an output head that is tied to the
-        embedding only when it creates the model. A load changes the embedding, but not the
-        converted head.
+        vLLM's CPU build converts an output head that is tied to the embedding only when it creates
+        the model. A load changes the embedding, but not the converted head.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -68,7 +68,7 @@ def end_with_parent() -> None:
     """Wait until standard input closes, which means that the parent has ended. Then end the server.
 
     SIGTERM is sent first, because a kill leaves the server's shared memory behind. `TERMINATE_S`
-    seconds later a shell kills the process group, because this process may have ended by then.
+    seconds later a shell kills the process group, even if this process has ended by then.
     """
     sys.stdin.buffer.read()
     try:

@@ -1,4 +1,4 @@
-"""Notes at the end of a task's prompt, and conversations that consist of one question."""
+"""Task sets whose prompts have a note at the end, or consist of a note only."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,10 +10,12 @@ from unstale.records import Fork, Task
 
 
 class NotedTasks:
-    """A task set whose tasks have a note at the end of the last message of their prompt."""
+    """A task set around another one. It adds notes to the last message of prompts."""
 
     def __init__(self, inner: Taskset, notes: Mapping[str, str]) -> None:
-        """Add notes to tasks by key. Tasks without a note, or with an empty one, stay unchanged."""
+        """`notes` is key of a task -> note. Tasks without a note, or with an empty one, are
+        unchanged.
+        """
         self.inner = inner
         self._notes = notes
 
@@ -35,7 +37,7 @@ class NotedEnv:
 
     @property
     def replaying(self) -> bool:
-        """Whether simulated delays are left out, if the environment has any."""
+        """True if the environment must not wait to simulate delays."""
         return bool(getattr(self.inner, "replaying"))  # noqa: B009 - not all have it
 
     @replaying.setter
@@ -57,7 +59,7 @@ class NotedEnv:
 
 
 class _Questions(NotedTasks):
-    """A task set whose tasks are questions. A reply ends the episode, without a reward."""
+    """A task set whose prompts consist of the notes. A reply ends the episode, without a reward."""
 
     def env(self, task: Task, seed: int) -> Env:
         return _Question(self._notes[task.key])
@@ -75,7 +77,9 @@ class _Question:
 
 
 def with_note(taskset: Taskset, task: Task, fork: Fork) -> Taskset:
-    """Return a task set in which a task has the note of a fork, or `taskset` without a note."""
+    """Return a task set in which this task has the fork's note. Without a note, return
+    `taskset`.
+    """
     kind = _Questions if fork.writes else NotedTasks
     noted: Taskset = kind(taskset, {task.key: fork.note})
     return noted if fork.note else taskset

@@ -1,4 +1,4 @@
-"""Conversations read from a file for supervised training, encoded as a run would record them."""
+"""Conversations in a file, encoded as a run would record them, for supervised training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,11 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A conversation to learn from, as tokens."""
+    """A conversation for supervised training, as token ids."""
 
     tokens: tuple[int, ...]
     replies: tuple[bool, ...]
-    """For each token, True if it belongs to a reply of the assistant. Only these tokens are
-    learnt.
-    """
+    """For each token, True if it belongs to a reply of the assistant. Only these are trained on."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.replies):
@@ -35,11 +33,11 @@ def load_references(
 ) -> list[Reference]:
     """Return the conversations of a JSONL, JSON or Parquet file.
 
-    Each row has `messages` with `role`, `content` and, for calls of an assistant, `tool_calls` in
-    the format of the OpenAI API. All messages with the role `assistant` are learnt. A row may have
-    `tools`, a list of schemas in the format of the OpenAI API, instead of those of `chat`. With
-    `own_tools`, every row must have them. Raises `ConfigError` with the row's number if a row
-    cannot be encoded or has more than `max_tokens` tokens.
+    Each row has `messages` with `role`, `content` and, for calls of the assistant, `tool_calls` in
+    OpenAI's format. All replies of the assistant are trained on. A row may have `tools`, a list of
+    schemas in OpenAI's format, in place of those of `chat`. With `own_tools`, every row must have
+    them. Raises `ConfigError` with the row's place if a row cannot be encoded or has more than
+    `max_tokens` tokens.
     """
     path = Path(path)
     if file_type(str(path)) not in FILES or not path.is_file():
@@ -66,8 +64,8 @@ def load_references(
 def encode_conversation(chat: Chat, messages: Sequence[Message]) -> Reference:
     """Return a conversation as the tokens that a run would have recorded.
 
-    Raises ValueError if it does not begin with a prompt and end with a reply, or if a reply cannot
-    be written in the chat template's form.
+    Raises ValueError if it does not begin with a prompt and end with a reply, or if the chat
+    template cannot write a reply.
     """
     places = [place for place, message in enumerate(messages) if message.role == "assistant"]
     if not places or places[0] == 0 or places[-1] != len(messages) - 1:
@@ -155,9 +153,9 @@ def picture_reader(folder: Path, *, only_check: bool = False) -> Callable[[str],
 
 
 def read_tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, Any]] | None:
-    """Return the tools of a row as schemas. None if it has none.
+    """Return the schemas of a row's tools. None if the row has no `tools`.
 
-    Raises ValueError if they are not schemas of functions, or if they are `required` and missing.
+    Raises ValueError if they are no schemas of functions, or if they are `required` and missing.
     """
     tools = row.get("tools")
     if tools is None and not required:
@@ -175,7 +173,7 @@ def read_tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, A
 
 
 def _call(call: Any) -> ToolCall:
-    """Return a tool call in the format of the OpenAI API, or its `function` alone."""
+    """Return a tool call that is given in OpenAI's format, or as only the `function` in it."""
     match call:
         case {"function": function}:
             return _call(function)

@@ -1,4 +1,6 @@
-"""The run's side of a worker process for environments: send calls to it, and end it if it fails."""
+"""Worker processes for environments, as the run sees them: send calls to them, end those that
+fail.
+"""
 
 import asyncio
 import fcntl
@@ -25,24 +27,24 @@ from unstale.records import Task
 from unstale.weights.child_process import Frames, frame
 
 START_S = 120.0
-"""Seconds in which a new worker must have created its task set."""
+"""Seconds within which a new worker process must have created its task set."""
 SILENT_S = 12.0
-"""Seconds without a message after which a worker is ended. The worker has a watchdog, which ends it
-earlier with a message that names the environment that blocks.
+"""Seconds without a message after which a worker process is ended. A watchdog in the worker ends it
+earlier, if it can, with a message that names the environment that blocks.
 """
 TICK_S = 1.0
-"""Seconds between two checks that a worker is alive and within its limits."""
+"""Seconds between two checks that a worker process is alive and within its limits."""
 MAX_THREADS = 512
 MAX_DESCRIPTORS_SHARE = 0.75
-"""A worker that uses this share of the allowed open files is replaced."""
+"""Share of the allowed number of open files at which a worker process is replaced."""
 _ABORT_S = 0.5
-"""Seconds in which a silent worker must print the line of code at which it hangs."""
+"""Seconds that a silent worker process has to print the line of code at which it hangs."""
 _KILL_S = 2.0
-"""Seconds for which the end of a process is awaited: after it closed its socket, and again after it
-was killed.
+"""Seconds for which the end of a process is awaited. The wait begins when the process closes its
+socket, and again when it is killed.
 """
 _OUTPUT_BYTES = 1 << 20
-"""Size of the file with a worker's output at which the file is emptied."""
+"""Size at which the file with the output of a worker process is emptied."""
 _READ_BYTES = 1 << 18
 
 _PROGRAM = """
@@ -53,7 +55,7 @@ from unstale.isolation.worker import main
 main(int(sys.argv[1]), options)
 """
 _WRONG = (ValueError, LookupError, TypeError, RecursionError, asyncio.InvalidStateError)
-"""The kinds of errors that are raised when an invalid message is read."""
+"""The kinds of errors that reading an invalid message may raise."""
 
 
 class WorkerEnded(EnvError):
@@ -61,7 +63,7 @@ class WorkerEnded(EnvError):
 
 
 class EpisodeWorker(Protocol):
-    """The interface of a worker process for task sets. `Worker` describes the attributes."""
+    """The interface of a worker process for environments. `Worker` describes the attributes."""
 
     ended: str
     retired: str
@@ -81,7 +83,7 @@ class EpisodeWorker(Protocol):
 
 
 class PendingCall(NamedTuple):
-    """A call to an environment that has no answer yet."""
+    """A call of a method of an environment that is not answered yet."""
 
     answer: asyncio.Future[Row]
     method: str
@@ -89,25 +91,30 @@ class PendingCall(NamedTuple):
 
 
 class Worker:
-    """A worker process for environments, and the calls to it. Subclasses transmit the messages.
+    """A worker process for environments, and the calls to it. Subclasses send and receive the
+    messages.
 
-    `on_end` is called once, when the process has ended.
+    The function `on_end` is called once, when the process has ended.
     """
 
     _line_s = 0.5
-    """Seconds to wait until the worker reports the line that a cancelled call had reached."""
+    """Seconds to wait for the worker to report the line of code at which a call was cancelled."""
 
     def __init__(
         self, options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
     ) -> None:
-        """Start the process. Raises `OSError` if it cannot be started."""
+        """Start the process. Raises `OSError` if it cannot be started.
+
+        `options` are for the program of the process. `memory_gb` is the size in GB at which it is
+        replaced. It is ended at twice this size.
+        """
         self.ended = ""
-        """The reason why the process has ended."""
+        """The reason why the process has ended. Empty while it runs."""
         self.retired = ""
-        """The reason why the worker gets no new episodes."""
+        """The reason why the worker gets no new episodes. Empty if it may get some."""
         self.suspects: set[str] = set()
-        """Tasks whose calls were running when the process ended. One of them may have caused the
-        end.
+        """The tasks whose calls were running when the process ended, as one of them may be the
+        cause.
         """
         self.num_episodes = 0
         self._memory_gb = memory_gb
@@ -132,20 +139,23 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """True once the process has created its task set or has ended. Then `ready` returns."""
+        """True once the process has created its task set or has ended, so that `ready` does not
+        wait.
+        """
         return self._ready.done()
 
     async def ready(self) -> None:
-        """Wait until the worker has created its task set.
-
-        Raises `WorkerEnded` if the process ends first.
+        """Wait until the worker has created its task set. Raises `WorkerEnded` if the process ends
+        first.
         """
         await asyncio.shield(self._ready)  # for several episodes, of which one may be cancelled
 
     async def call(self, episode: int, method: str, task: Task, **fields: Any) -> Row:
-        """Call a method of an environment in the worker and return the answer.
+        """Call a method of an environment in the worker, with the arguments `fields`. Return the
+        answer.
 
-        Raises `WorkerEnded` if the process ends first.
+        `episode` is the number of the environment's episode. Raises `WorkerEnded` if the process
+        ends first.
         """
         if self.ended:
             raise WorkerEnded(self.ended)
@@ -162,7 +172,9 @@ class Worker:
             raise
 
     async def _cancel(self, number: int) -> str:
-        """Cancel a call. Return the line of user code that it had reached, or "" if unknown."""
+        """Cancel a call. Return the line of user code that it was executing, or "" if that is
+        unknown.
+        """
         answer: asyncio.Future[Row] = self._loop.create_future()
         self._calls[number] = self._calls[number]._replace(answer=answer)
         try:
@@ -176,15 +188,17 @@ class Worker:
         return ""
 
     def release(self) -> None:
-        """End one episode of the worker. A worker that is to be replaced ends with its last
+        """Record the end of one episode. A worker that is to be replaced ends with its last
         episode.
         """
         self.num_episodes -= 1
         self.check()
 
     def check(self) -> None:
-        """End or replace the worker if it uses too much memory, too many threads or too many open
-        files.
+        """End the worker if it has more than twice the allowed memory.
+
+        Mark it as to be replaced if it has too much memory, too many threads or too many open
+        files. A worker that is to be replaced ends when it has no episodes.
         """
         if self.ended:
             return
@@ -206,9 +220,9 @@ class Worker:
     def end(self, reason: str, *, names_task: bool = False) -> None:
         """Kill the process and those that it started. Its calls fail with `reason`.
 
-        `names_task` means that the reason names the task that caused the end. Other tasks are then
-        not suspected. Waits for the killed process: usually some milliseconds, at most `_KILL_S`
-        seconds, in which the event loop waits, too.
+        With `names_task`, only tasks that `reason` names are suspected of the cause. The call waits
+        for the killed process and blocks the event loop: usually some milliseconds, at most
+        `_KILL_S` seconds.
         """
         if self.ended:
             return
@@ -237,7 +251,7 @@ class Worker:
         """Stop reading from the worker's socket."""
 
     def _receive(self, data: bytes) -> None:
-        """Handle the messages that are complete with `data`. If one is invalid, end the process."""
+        """Handle the messages that `data` completes. If one is invalid, end the process."""
         if not data:
             self._died()
             return
@@ -268,7 +282,8 @@ class Worker:
                 raise ValueError(f"unknown message {operation!r}")
 
     def _died(self) -> None:
-        """End a worker that has closed its socket. Its calls fail with the exit code.
+        """End a worker that has closed its socket. Its calls fail with an error that names the exit
+        code.
 
         The event loop waits for the exit code: up to `_KILL_S` seconds if the process closed its
         socket without ending.
@@ -282,7 +297,9 @@ class Worker:
         self.end(f"a worker process ended with {outcome}{self._during()}{last_words(self._output)}")
 
     def _abort(self) -> None:
-        """End a silent worker by SIGABRT, at which Python prints its present line of code."""
+        """End a silent worker by SIGABRT. Python then prints the line of code that it was
+        executing.
+        """
         limit = SILENT_S if self._ready.done() else START_S
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGABRT)
@@ -293,7 +310,9 @@ class Worker:
         )
 
     def _is_silent(self) -> bool:
-        """Count one more check without a message. Return True if there were too many."""
+        """Count one more check without a message. Return True if the worker has been silent for too
+        long.
+        """
         self._silent_s += TICK_S
         return self._silent_s >= (SILENT_S if self._ready.done() else START_S)
 
@@ -305,7 +324,9 @@ class Worker:
 
 
 def _start(options: Row, descriptor: int, output: int) -> "subprocess.Popen[bytes]":
-    """Start a process in a new session, so that the programs it starts end with it."""
+    """Start a worker process in a new session, so that the programs it starts can be killed with
+    it.
+    """
     options = {**options, "parent": os.getpid(), "path": [path or os.getcwd() for path in sys.path]}
     arguments = [str(descriptor), json.dumps(options)]
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # unless the user sets others
@@ -323,7 +344,7 @@ def _start(options: Row, descriptor: int, output: int) -> "subprocess.Popen[byte
 def _wait_for_end(pid: int, timeout_s: float = _KILL_S) -> os.waitid_result | None:
     """Wait for the end of a child process. Return its result, or None if it does not end in time.
 
-    The process is not reaped, so its number and that of its group are not reused.
+    The process is not reaped, so no other process gets its number.
     """
     descriptor = os.pidfd_open(pid)
     try:
@@ -335,7 +356,7 @@ def _wait_for_end(pid: int, timeout_s: float = _KILL_S) -> os.waitid_result | No
 
 
 def _usage(pid: int) -> tuple[float, int, int]:
-    """Return memory in GB, threads and open files of a process; zeros if it has ended."""
+    """Return the memory in GB, threads and open files of a process, or zeros if it has ended."""
     folder = Path(f"/proc/{pid}")
     try:
         pages = int((folder / "statm").read_text().split()[1])
@@ -347,7 +368,7 @@ def _usage(pid: int) -> tuple[float, int, int]:
 
 
 class ConcurrentWorker(Worker):
-    """A worker whose messages are read by the event loop while other work continues."""
+    """A worker process whose messages the event loop reads while other work continues."""
 
     def __init__(
         self, options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
@@ -397,12 +418,11 @@ class ConcurrentWorker(Worker):
 
 
 class LockstepWorker(Worker):
-    """A worker of a deterministic run.
+    """A worker process of a deterministic run.
 
-    The virtual clock does not advance until the worker has answered.
-
-    The timers of its environments are set on the run's event loop. So all timers of a run end in
-    the same order as without worker processes.
+    The run's virtual clock does not advance until the worker has answered. The timers of the
+    worker's environments are set on the run's event loop. So all timers of a run end in the same
+    order as without worker processes.
     """
 
     _line_s = 0.0
@@ -429,9 +449,7 @@ class LockstepWorker(Worker):
             self._read_until(lambda: self._is_idle)
 
     def _send_all(self, data: bytes) -> None:
-        """Send all bytes to the worker. While the worker reads them, it does not count as
-        silent.
-        """
+        """Send all bytes to the worker. It does not count as silent while it reads them."""
         unsent = memoryview(data)
         while unsent and not self.ended:
             try:
@@ -468,7 +486,8 @@ class LockstepWorker(Worker):
             self._send({"op": "fire", "timer": timer})
 
     def _is_silent(self) -> bool:
-        """Return True if a worker is silent for too long.
+        """Count one more check without a message. Return True if the worker has been silent for too
+        long.
 
         Calls may take `THREAD_S` seconds longer than in other workers, because they may wait for
         threads.

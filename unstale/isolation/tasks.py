@@ -40,32 +40,35 @@ from unstale.isolation.wire import (
 from unstale.records import Task
 
 MAX_ALONE = 8
-"""Largest number of workers for tasks suspected of ending a worker. Each runs one episode. If there
-are more such episodes, they share these workers.
+"""Largest number of workers for tasks that are suspected of having ended a worker. Each runs one
+episode. Further episodes of such tasks share these workers.
 """
 _ALONE = "its only episode has ended"
 
 StartWorker = Callable[[Row, float, Callable[[EpisodeWorker], None]], EpisodeWorker]
-"""A function that starts a worker process, with options, a limit of its memory in GB, and a
-function to call when the process has ended. Raises `OSError` if the process cannot be started.
+"""A function that starts a worker process. Its arguments are options, the allowed memory in GB, and
+a function to call when the process has ended. It raises `OSError` if the process cannot be started.
 """
 
 
 def start_here(
     options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
 ) -> EpisodeWorker:
-    """Start a worker process on this machine. With virtual time it is a `LockstepWorker`."""
+    """Start a worker process on this machine.
+
+    In a run on a virtual clock it is a `LockstepWorker`.
+    """
     is_virtual = isinstance(asyncio.get_running_loop(), VirtualLoop)
     worker_class = LockstepWorker if is_virtual else ConcurrentWorker
     return worker_class(options, memory_gb, on_end)
 
 
 def isolate(taskset: Taskset, config: TaskConfig, start: StartWorker = start_here) -> Taskset:
-    """Return a task set whose environments run in worker processes, which `start` starts.
+    """Return a task set whose environments run in worker processes. `start` starts a process.
 
     The worker processes create the task set again from `config`. If `config.isolate` is `none`,
-    return `taskset` unchanged. Raises `ConfigError` if another process cannot import the task set's
-    code, or if another machine cannot run it.
+    `taskset` itself is returned. Raises `ConfigError` if another process cannot import the task
+    set's code, or if another machine cannot run it.
     """
     if config.isolate == "none":
         return taskset
@@ -84,17 +87,17 @@ def isolate(taskset: Taskset, config: TaskConfig, start: StartWorker = start_her
 
 
 class Workers:
-    """The worker processes of a run. Ended ones are replaced when they are needed.
+    """The worker processes of a run. Those that have ended are replaced when they are needed.
 
-    If a worker ends while calls run, the tasks of these calls are suspected of having caused it.
-    The next episode of a suspected task gets a worker without other episodes, so that it cannot end
-    those. A task is no longer suspected once such an episode has ended and its worker has not.
+    If a worker ends while calls run, their tasks are suspected of being the cause. The next episode
+    of a suspected task gets a worker of its own, so that it can end no other episode. If that
+    episode ends and the worker does not, the task is no longer suspected.
     """
 
     def __init__(self, config: TaskConfig, start: StartWorker = start_here) -> None:
         self.on_event: Callable[..., None] = lambda kind, **_: None
-        """A function called with "worker_ended" and the reason when a worker is ended, for the
-        run's log.
+        """A function called with "worker_ended", the reason, and the number of episodes when a
+        worker has ended, for the run's log.
         """
         self._config = config
         self._start_worker = start
@@ -112,13 +115,15 @@ class Workers:
             await worker.ready()
 
     def close(self) -> None:
-        """End all worker processes."""
         self._is_open = False
         for worker in (*self._shared, *self._alone, *self._draining):
             worker.end("the run has ended")
 
     def assign(self, task: str) -> EpisodeWorker:
-        """Return the worker for a new episode. Raises `EnvError` if none can be started."""
+        """Return the worker for a new episode of `task`.
+
+        Raises `EnvError` if none can be started.
+        """
         if not self._is_open:
             raise RuntimeError("the task set is isolated: enter it before the first episode")
         try:
@@ -137,14 +142,15 @@ class Workers:
         return worker
 
     def episode_ended(self, task: str, worker: EpisodeWorker) -> None:
-        """Record that an episode of a task has ended in a worker that still runs."""
+        """Record that an episode of `task` has ended, and that its worker still runs."""
         if worker in self._alone:
             self._suspects.discard(task)
 
     def _fill(self) -> None:
         """Start workers until `task.workers` of them accept new episodes.
 
-        Workers to be replaced end with their last episodes.
+        Workers that are to be replaced run until their last episodes end. If they are more than
+        `task.workers`, the oldest are ended at once.
         """
         retired = [worker for worker in self._shared if worker.retired]
         self._shared = [worker for worker in self._shared if not worker.retired]
@@ -168,10 +174,10 @@ class Workers:
 
 
 class IsolatedTasks:
-    """A task set whose environments run in worker processes. The workers run within its context.
+    """A task set whose environments run in worker processes. It is a context in which these run.
 
-    `inner` is the task set in this process: it lists the tasks and combines named rewards. Each
-    worker has a copy of it.
+    `inner` is the task set in this process, which lists the tasks. Each worker has a copy of it,
+    which makes the environments.
     """
 
     def __init__(self, inner: Taskset, workers: Workers) -> None:
@@ -216,12 +222,12 @@ class IsolatedTasks:
 
 
 class IsolatedEnv:
-    """An environment in a worker process. It is created there by the first call."""
+    """An environment in a worker process. The first call creates it there."""
 
     def __init__(self, workers: Workers, task: Task, seed: int, episode: int) -> None:
         self.replaying = False
         self.code_name = "the environment"
-        """Name of this environment's user code in messages."""
+        """The name of this environment's user code in messages."""
         self._workers = workers
         self._task = task
         self._seed = seed
@@ -231,9 +237,9 @@ class IsolatedEnv:
         self._snapshot: str | None = None
 
     def worker_start(self) -> Awaitable[None] | None:
-        """Assign a worker. Return an awaitable of the worker's start, or None if it has started.
+        """Assign a worker process. Return an awaitable of its start, or None if it has started.
 
-        Raises `EnvError` if no worker can be started.
+        Raises `EnvError` if no worker process can be started.
         """
         self._worker = self._workers.assign(self._task.key)
         return None if self._worker.is_ready else self._worker.ready()
@@ -245,14 +251,14 @@ class IsolatedEnv:
         return await self._turn("step", reply=message_row(reply))
 
     def snapshot(self) -> str | None:
-        """Return the state after the last turn. None if the environment cannot save it."""
+        """Return the environment's state after the last turn. None if it cannot save its state."""
         return self._snapshot
 
     async def resume(self, state: str) -> None:
         await self._call("resume", state=state)
 
     async def close(self) -> None:
-        """Close the environment. If it does not end, its worker is replaced."""
+        """Close the environment. If it does not end, its worker process is replaced."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -284,9 +290,9 @@ class IsolatedEnv:
             raise WorkerEnded(worker.ended) from None
 
     async def _call(self, method: str, **fields: Any) -> Row:
-        """Call a method of the environment in the worker and return its answer.
+        """Call a method of the environment in its worker process, and return the answer.
 
-        Raises `EnvError` if the method fails or the worker ends.
+        Raises `EnvError` if the method fails or the process ends.
         """
         if self._worker is None:
             self._worker = self._workers.assign(self._task.key)
@@ -305,7 +311,9 @@ class IsolatedEnv:
 
 
 class IsolatedAgent(IsolatedEnv):
-    """A run of an external agent in a worker process, from which the agent calls the endpoint."""
+    """A run of an external agent in a worker process. The agent calls the run's endpoint from
+    there.
+    """
 
     def __init__(
         self, workers: Workers, task: Task, seed: int, episode: int, agents: ExternalAgent
@@ -316,7 +324,9 @@ class IsolatedAgent(IsolatedEnv):
         self.timeout_s = env.timeout_s
 
     async def drive(self, base_url: str, api_key: str) -> Turn:
-        """Run the agent to its end. Return a turn with its rewards."""
+        """Run the agent to its end, with the endpoint at `base_url`. Return a turn with the agent's
+        rewards.
+        """
         try:
             return await self._turn("drive", arguments=[base_url, api_key])
         finally:

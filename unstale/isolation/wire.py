@@ -12,17 +12,19 @@ from unstale.envs import EnvError, Image, Message, ToolCall, Turn
 Row = dict[str, Any]
 
 MAX_FRAME_BYTES = 1 << 26
-"""Largest size of one message from a worker in bytes. A turn and a snapshot share one message, and
-escaped as JSON a character takes up to 12 bytes. So the worker measures each message that it sends.
+"""Largest size in bytes of one message from a worker, which may have a turn and a snapshot. The
+worker measures each message that it sends, because a character takes up to 12 bytes in JSON.
 """
 MAX_CHARACTERS = 1 << 23
-"""Largest number of characters in a snapshot, or in the contents of a turn's messages together. A
+"""Largest number of characters in a snapshot, and in the contents of a turn's messages together. A
 million tokens have about four million characters.
 """
 MAX_MESSAGES = 1 << 14
 """Largest number of messages in one turn. Reading that many takes about 50 ms."""
 MAX_ERROR = 1000
-"""Largest number of characters in an error or a name. `guard.describe` returns fewer."""
+"""Largest number of characters in the text of an error, or in a name. `guard.describe` returns
+fewer.
+"""
 
 
 def message_row(message: Message) -> Row:
@@ -37,7 +39,7 @@ def message_row(message: Message) -> Row:
 
 
 def read_message(row: Any) -> Message:
-    """Return a message from its JSON form. Raises ValueError if the form is wrong."""
+    """Return a message from its JSON form. Raises ValueError for another form."""
     match row:
         case {
             "role": str(role),
@@ -90,7 +92,7 @@ def turn_row(turn: Turn) -> Row:
 
 
 def read_turn(row: Any) -> Turn:
-    """Return a turn from its JSON form. Raises ValueError if the form is wrong."""
+    """Return a turn from its JSON form. Raises ValueError for another form."""
     match row:
         case {
             "messages": list(messages),
@@ -109,7 +111,7 @@ def read_turn(row: Any) -> Turn:
 def check_length(name: str, texts: Sequence[str]) -> None:
     """Raise `EnvError` if the texts have more than `MAX_CHARACTERS` characters together.
 
-    `name` says in the error whose texts they are.
+    The error's message calls the texts `name`.
     """
     characters = sum(map(len, texts))
     if characters > MAX_CHARACTERS:
@@ -120,8 +122,9 @@ def check_length(name: str, texts: Sequence[str]) -> None:
 
 
 def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
-    """Return the text `row[name]`. Raises ValueError if it is no text of at most `max_length`
-    characters.
+    """Return the text `row[name]`.
+
+    Raises ValueError if it is not a text, or has more than `max_length` characters.
     """
     text = row.get(name)
     if not isinstance(text, str) or len(text) > max_length:
@@ -130,8 +133,9 @@ def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
 
 
 def read_line(row: Mapping[str, Any], name: str) -> str:
-    """Return the text `row[name]`. Raises ValueError if it is longer than `MAX_ERROR` or has
-    control characters.
+    """Return the text `row[name]`, which must be one line.
+
+    Raises ValueError if it is longer than `MAX_ERROR` or has control characters.
     """
     line = read_text(row, name, MAX_ERROR)
     if not line.isprintable():

@@ -1,6 +1,6 @@
 """The program of a worker process: it creates environments and answers the calls of the run.
 
-Calls of different episodes run concurrently on one event loop, those of one episode in order.
+Calls of different episodes run concurrently on one event loop. Those of one episode run in order.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ from unstale.records import Task
 from unstale.weights.child_process import Frames, frame
 
 BEAT_S = 1.0
-"""Seconds between two messages that report that the event loop is alive."""
+"""Seconds between two messages by which the run sees that the worker's event loop is alive."""
 _SEND_WAIT_S = 5.0
 _READ_BYTES = 1 << 16
 _MAX_NAME = 200
@@ -58,9 +58,10 @@ _PDEATHSIG = 1
 
 
 def main(descriptor: int, options: Row) -> None:
-    """Answer calls that the run sends over a socket. Runs in a worker process.
+    """Answer the calls that the run sends over a socket. This runs in a worker process.
 
-    The process exits when the socket is closed, so this never returns.
+    `descriptor` is the socket's file descriptor. The process exits when the run closes the socket,
+    so this never returns.
     """
     end_with(options["parent"])
     connection = _Connection(descriptor)
@@ -90,7 +91,9 @@ def main(descriptor: int, options: Row) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Let this process end with its parent, and ignore Ctrl-C, which the run handles."""
+    """End this process when the process with the id `parent` ends. Ignore Ctrl-C, which the run
+    handles.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -100,7 +103,7 @@ def end_with(parent: int) -> None:
 
 
 class _Connection:
-    """The socket to the run. The thread of the watchdog may also send."""
+    """The socket to the run. The watchdog's thread may also send on it."""
 
     def __init__(self, descriptor: int) -> None:
         self.socket = socket.socket(fileno=descriptor)
@@ -110,8 +113,8 @@ class _Connection:
     def send(self, row: Row) -> None:
         """Send a message. If the run has closed the socket, end this process.
 
-        Raises ValueError, TypeError or RecursionError if the message cannot be JSON, and ValueError
-        if it is too long. Nothing is sent then.
+        Raises ValueError, TypeError or RecursionError if the message cannot be written as JSON, and
+        ValueError if it is too long. Nothing is sent then.
         """
         data = b"".join(frame(row))
         if len(data) > MAX_FRAME_BYTES:
@@ -129,7 +132,7 @@ class _Connection:
                 self._lock.release()
 
     def receive(self) -> list[Row]:
-        """Wait for data and return the messages that are complete.
+        """Wait for data, and return the messages that it completes.
 
         If the run has closed the socket, end this process.
         """
@@ -155,7 +158,7 @@ def _serve(server: "Server", loop: RunLoop, connection: _Connection) -> None:
 
 
 def _serve_in_lockstep(server: "Server", loop: "FollowingLoop", connection: _Connection) -> None:
-    """For each message do all work that it causes, then send the timers that this work has set."""
+    """For each message, do all work that it causes, then send the timers that this work has set."""
     while True:
         for row in connection.receive():
             loop.set_time(row["now"])
@@ -168,7 +171,9 @@ def _serve_in_lockstep(server: "Server", loop: "FollowingLoop", connection: _Con
 
 
 class FollowingLoop(VirtualLoop):
-    """An event loop that uses the timers and the clock of the run's virtual event loop."""
+    """An event loop that has the clock of the run's virtual event loop, on which its timers are
+    set.
+    """
 
     def __init__(self) -> None:
         self._timers: dict[int, TimerHandle] = {}
@@ -189,25 +194,26 @@ class FollowingLoop(VirtualLoop):
         return handle
 
     def fire(self, timer: int) -> None:
-        """Run the callback of a timer, unless the timer was cancelled."""
+        """Run the callback of the timer with this number, unless the timer was cancelled."""
         handle = self._timers.pop(timer)
         if not handle.cancelled():
             self._ready.append(handle)  # type: ignore[attr-defined]
 
     def new_timers(self) -> list[tuple[int, float]]:
-        """Return number and time of each timer that was set since the last call."""
+        """Return the number and the time of each timer that was set since the last call."""
         timers, self._new = self._new, []
         return timers
 
     def _jump(self, seconds: float | None) -> None:
-        """Return from `run_forever`, because no task can continue. `seconds` is not used."""
+        """Return from `run_forever`, because no task can continue before the next message."""
         self.stop()
 
 
 class Call(asyncio.Task[None]):
-    """The asyncio task of one call.
+    """The asyncio task of one call from the run.
 
-    `canceller` is the name of the user code that cancelled the task, and empty if the run did.
+    `canceller` is the name of the user code that cancelled the task. It is empty if the run did, or
+    if the task was not cancelled.
     """
 
     canceller = ""
@@ -219,7 +225,7 @@ class Call(asyncio.Task[None]):
 
 
 class Episode:
-    """The environment of one episode, and the call that it answers now."""
+    """The environment of one episode, and its latest call."""
 
     def __init__(self, task: Task, seed: int) -> None:
         self.task = task
@@ -233,9 +239,9 @@ class Episode:
 
 
 class Server:
-    """The episodes of a worker process.
+    """The episodes of a worker process, whose calls it carries out.
 
-    `send` sends a message to the run. It raises the errors of `_Connection.send`.
+    The function `send` sends a message to the run. It raises the errors of `_Connection.send`.
     """
 
     def __init__(
@@ -248,7 +254,7 @@ class Server:
         self._calls: dict[int, Call] = {}
 
     def receive(self, row: Row) -> None:
-        """Handle a message of the run: start a call or cancel it."""
+        """Handle a message of the run, which starts a call or cancels one."""
         number = row["call"]
         if row["op"] == "cancel":
             if call := self._calls.get(number):
@@ -264,7 +270,10 @@ class Server:
         call.add_done_callback(partial(self._ended, episode, number))
 
     def _ended(self, episode: Episode, number: int, call: asyncio.Task[None]) -> None:
-        """Remove a call that has ended. If it was cancelled before it began, send an answer."""
+        """Remove a call that has ended.
+
+        If it was cancelled before it began, send an answer for it.
+        """
         del self._calls[number]
         if call.cancelled():
             answer: Row = {"op": "answer", "call": number, "blocked_s": 0.0, "busy": False}
@@ -330,9 +339,7 @@ class Server:
         episode.caller = await make_env(self._taskset, task, seed, episode.on_blocked)
 
     async def _close(self, episode: Episode, key: int) -> Row:
-        """Close an environment, and remove its episode, which has the number `key`, from the
-        worker.
-        """
+        """Close an environment, and remove its episode, which has the number `key`."""
         caller = episode.caller
         del self._episodes[key]
         try:

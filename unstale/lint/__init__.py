@@ -1,11 +1,11 @@
-"""The linter: it explains a configuration, and refuses settings that cannot work.
+"""The linter: it explains the configuration of a run, and refuses settings that cannot work.
 
     pi / mu  =  D * S,    D = pi_old / mu,    S = pi / pi_old
 
-`pi` is the policy that is trained. `mu` is the engine's distribution that sampled the token.
-`pi_old` is the policy whose log-probability the route (`old_logps.route`) returns as the old one.
-`check` describes what D and S contain under a configuration. It also finds wrong combinations of
-options, with a reason and a fix.
+`pi` is the probability of a token under the weights in training, and `mu` under the engine's
+distribution that sampled it. `pi_old` is its old probability, which the method of the option
+`old_logps.route` (a route) computes. `check` describes what the discrepancy D and the staleness
+ratio S contain. It also finds wrong combinations of options, each with a reason and a fix.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -25,19 +25,21 @@ __all__ = ["Factor", "Finding", "Verdict", "check", "page"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of the linter for a configuration."""
+    """The result of the linter for one configuration."""
 
     recipe: str
     factors: tuple[Factor, Factor]
-    """The discrepancy D and the staleness ratio S, with their meaning."""
+    """Descriptions of the discrepancy D = pi_old / mu and of the staleness ratio S = pi /
+    pi_old.
+    """
     facts: Mapping[str, str]
-    """Sentences about the configuration, by name, in reading order."""
+    """Sentences about the configuration, by a short name, in reading order."""
     refusals: tuple[Finding, ...]
-    """Problems because of which a run does not start."""
+    """Problems with which a run does not start."""
     warnings: tuple[Finding, ...]
 
     def require(self) -> None:
-        """Raise `ConfigError` with all problems that prevent the run, one per line."""
+        """Raise `ConfigError` with all `refusals`, one per line. Do nothing if there are none."""
         if self.refusals:
             raise ConfigError("\n".join(map(str, self.refusals)))
 
@@ -45,7 +47,7 @@ class Verdict:
 def check(config: RunConfig, *, without: Collection[Rule] = ()) -> Verdict:
     """Explain the configuration of a run, and find what is wrong with it.
 
-    Rules in `without` are not applied.
+    `without` names rules that are not applied.
 
     >>> [factor.denominator for factor in check(RunConfig(recipe="mine")).factors]
     ['mu', 'pi_old']
@@ -91,9 +93,9 @@ def page(verdict: Verdict) -> RenderableType:
 
 
 def _rows(rows: Iterable[tuple[Text, str]]) -> Table:
-    """Return names and sentences in two columns.
+    """Return names and sentences as a table of two columns.
 
-    The sentences are `Text` objects, because rich would treat brackets in a string as markup.
+    Sentences become `Text` objects, because rich would read brackets in a string as markup.
     """
     grid = Table.grid(padding=(0, 2))
     for name, words in rows:

@@ -1,6 +1,6 @@
-"""Rules for `advantage.estimator = gae`, whose advantages the trainer computes with a critic.
+"""Rules for `advantage.estimator = gae`, for which the trainer computes advantages with a critic.
 
-What needs these advantages before the trainer has the batch is refused.
+They refuse options that need the advantages before the trainer has the whole batch.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from unstale.lint.techniques import without
 
 _GROUPS: Fix = {"advantage.estimator": "rloo"}
 BEFORE_TRAINER = ("recredit", "source")
-"""Slots of techniques that read or keep advantages before the trainer computes them."""
+"""Slots (kinds) of techniques that use advantages before the trainer has computed them."""
 
 
 def _has_critic(config: RunConfig) -> bool:

@@ -1,6 +1,6 @@
-"""A rule for the small models of the package, which were trained on some desks at one level.
+"""A rule for the small models of this package, which were trained in a few environments only.
 
-A desk is an environment in which the agent serves customers, such as `retail`.
+These environments are desks, such as `retail`: the agent serves a customer with tools.
 """
 
 from pathlib import Path
@@ -11,18 +11,18 @@ from unstale.lint.finding import Finding, Fix
 from unstale.lint.policy_files import local_folder
 
 LEVEL = "1"
-"""The value of `task.level` at which the small models of the package were trained."""
+"""The value of `task.level` at which the small models of this package were trained."""
 PRACTISED = {
     "base": ("retail",),
     "base-desks": ("airline", "delivery", "instore", "retail", "telecom"),
 }
-"""The desks (customer-service environments) on which each small model of the package was trained,
+"""The desks (customer-service environments) on which each small model of this package was trained,
 by the name of the model.
 """
 
 
 def unpractised_desk(config: RunConfig) -> Finding | None:
-    """Warn if the package's small model was not trained on the run's customer-service desk or
+    """Warn if the policy is a small model of this package that was not trained on the run's desk or
     level.
     """
     policy, task = _shipped(local_folder(config)), config.task

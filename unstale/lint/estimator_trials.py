@@ -1,6 +1,6 @@
-"""Trials of an advantage estimator on invented episodes, by which rules of the linter judge it.
+"""Try an advantage estimator on invented episodes, for rules of the linter.
 
-An estimator of the user may raise an error for them, because their only reward is named `reward`.
+An estimator of the user may raise an error for these episodes, whose only reward is named `reward`.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ if TYPE_CHECKING:  # the linter runs before torch is imported
 
 
 def compares(config: RunConfig) -> bool | None:
-    """Return True if the estimator gives any advantage other than 0 in groups of one episode.
+    """Return True if the run's estimator gives an advantage other than 0 in groups of one episode.
 
-    It is tried on a batch of two such groups, or of one if the run's batches have one. Return None
-    if the estimator raises an error.
+    It is tried on a batch of two such groups, or of one if the run's batches have one. None if it
+    raises an error.
     """
     numbers = range(min(config.schedule.groups_per_step, 2))
     scored = _try(config, [_group(number, [number + 1.0]) for number in numbers])
@@ -24,9 +24,10 @@ def compares(config: RunConfig) -> bool | None:
 
 
 def is_by_group(config: RunConfig) -> bool | None:
-    """Return True if the advantages of a group do not depend on the other groups of its batch.
+    """Return True if the run's estimator uses no other groups of the batch for a group's
+    advantages.
 
-    Return None if the estimator raises an error.
+    None if it raises an error.
     """
     rewards = ([0.0, 1.0, 1.0], [2.0, 0.0, 5.0], [3.0, 3.0, 4.0])
     groups = [_group(number, each) for number, each in enumerate(rewards)]
@@ -43,7 +44,7 @@ def is_by_group(config: RunConfig) -> bool | None:
 
 
 def _try(config: RunConfig, groups: Sequence["Group"]) -> "Sequence[ScoredTrajectory] | None":
-    """Return the episodes with their advantages, or None if the estimator raises an error."""
+    """Return the episodes with the advantages of the estimator, or None if it raises an error."""
     from unstale.algorithms.advantages import find_estimator
 
     estimate = find_estimator(config.advantage.estimator)
@@ -54,7 +55,9 @@ def _try(config: RunConfig, groups: Sequence["Group"]) -> "Sequence[ScoredTrajec
 
 
 def _group(number: int, rewards: Sequence[float]) -> "Group":
-    """Return a group of one-turn episodes with these rewards. The episodes differ in length."""
+    """Return a group of episodes with these rewards. Each has one turn, and all have different
+    lengths.
+    """
     from unstale.records import ContextPiece, Group, Sampled, Task, Trajectory
 
     task = Task("probe", "train", number)

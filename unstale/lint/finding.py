@@ -10,21 +10,21 @@ from unstale.config.options import override, section_of
 from unstale.config.routes import routes
 
 Fix = Mapping[str, Any]
-"""A change of options that removes a problem: full name -> new value."""
+"""A change of options that removes a problem: new values by the full name of the option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem of a configuration: a setting that is wrong or has no effect."""
+    """A problem of a configuration: an option that is wrong or has no effect."""
 
     wrong: str
     why: str
     fixes: tuple[Fix, ...]
-    """Alternative changes of options that remove the problem, best first."""
+    """Changes of options, each of which removes the problem, best first."""
 
     @property
     def fix(self) -> str:
-        """Command-line options that remove the problem. `, or` separates alternatives."""
+        """`fixes` as options of the command line, separated by `, or`."""
         return ", or ".join(map(as_options, self.fixes))
 
     def __str__(self) -> str:
@@ -37,11 +37,11 @@ Rule = Callable[[RunConfig], Finding | None]
 def find(
     config: RunConfig, refusals: Collection[Rule], warnings: Collection[Rule]
 ) -> dict[Rule, Finding]:
-    """Return the problems that the rules find, by rule, with fixes that were tried and work.
+    """Return the problems that `refusals` and `warnings` find in a configuration, by rule.
 
-    A fix works if it gives a valid configuration without the problem. Only the fixes after which
-    the fewest other rules refuse the configuration are kept. Fixes that cause new warnings come
-    last.
+    Each problem has only fixes that work: they give a valid configuration without the problem. Of
+    these, only the fixes that make the fewest other `refusals` fire are kept. Those that cause new
+    warnings come last.
     """
     found = {rule: finding for rule in (*refusals, *warnings) if (finding := rule(config))}
     severe = [rule for rule in refusals if rule not in found]
@@ -62,9 +62,9 @@ def find(
 
 
 def use_route(config: RunConfig, route: str) -> Fix:
-    """Return the options that select a route, which is a method to get old log-probabilities.
+    """Return the change of options that selects a route, a method to get old log-probabilities.
 
-    They also reset `old_logps.beta`, and the options that this route does not have.
+    It also resets `old_logps.beta`, and other options that this route does not have.
     """
     defaults = {field.name: field.default for field in fields(config.old_logps)}
     reset = {f"old_logps.{name}": defaults[name] for name in config.old_logps.changed()}
@@ -76,7 +76,9 @@ def use_route(config: RunConfig, route: str) -> Fix:
 
 
 def _complete(config: RunConfig, fix: Fix) -> Fix:
-    """Return the fix, completed so that options that it makes unused have their defaults."""
+    """Return the fix with further changes: options that it makes unused are set to their
+    defaults.
+    """
     resets = {}
     for name, choice in fix.items():
         section, _, option = name.partition(".")
@@ -106,7 +108,7 @@ def _fires(config: RunConfig) -> Callable[[Rule], bool]:
 
 
 def as_options(fix: Fix) -> str:
-    """Return a fix as words of the command line.
+    """Return a fix as options of the command line.
 
     >>> as_options({"trainer.lr": 3e-4, "old_logps.baseline": True})
     '--trainer.lr 0.0003 --old_logps.baseline true'

@@ -1,4 +1,4 @@
-"""Rules for runs that cannot learn, because no gradient remains or the steps are destructive.
+"""Rules for runs that cannot learn, because gradients vanish or steps destroy the model.
 
 Each rule is a function that returns a problem, or None if nothing is wrong.
 """
@@ -15,35 +15,36 @@ from unstale.lint.finding import Finding, Fix
 from unstale.lint.policy_files import local_folder, num_weights, width
 
 MAX_BOUND = 16
-"""Largest staleness bound, in versions, without a warning. No published result exceeds it."""
+"""Largest staleness, in versions, that a run may allow without a warning. No published result uses
+more.
+"""
 LORA_RATE = 1e-5
-"""A usual learning rate for training all weights. A run that trains LoRA adapters is warned of
-rates up to this, because adapters need about ten times as much (Schulman, LoRA Without Regret,
-2025).
+"""Largest learning rate for which a run with LoRA adapters gets a warning. It is usual for training
+all weights, and adapters need about ten times as much (Schulman, LoRA Without Regret, 2025).
 """
 RATE_TIMES_WEIGHTS = 1e4
-"""Product of the largest sensible learning rate of Adam and the number of weights. That rate is 20
-times the usual one, which is 5e-4 for a million weights and 1e-6 for a billion and more.
+"""The largest sensible learning rate of Adam is this, divided by the number of weights. That is 20
+times the usual rate, which is 5e-4 for a million weights and 1e-6 for a billion and more.
 """
 MIN_LARGEST_RATE = 2e-5
-"""Largest sensible learning rate of Adam for very large models, and for those of unknown size."""
+"""Largest sensible learning rate of Adam for very large models, and for models of unknown size."""
 RATE_RANGE = 1e4
-"""The largest sensible learning rate divided by the smallest one. With a lower rate, a run of usual
+"""The largest sensible learning rate divided by the smallest. With a smaller one, a run of usual
 length has no effect.
 """
 ROUNDING = 1e-8
 """Typical rounding error of a float32 weight, and also the epsilon of Adam."""
 GAPS = {"bfloat16": 2.4e-4, "float16": 3.1e-5}
-"""Distance between neighbouring numbers of a format at 0.06, a usual size of a language model's
+"""Distance of neighbouring numbers of a format around 0.06, the usual size of a language model's
 weights.
 """
 LOST_STEPS = 5
-"""If this number of optimizer steps in one direction do not change a weight of 0.06, a usual size,
-the linter warns that rounding to nearest loses most updates of Adam.
+"""The linter warns if a weight of the usual size 0.06 does not change in this number of optimizer
+steps in one direction. Rounding to nearest then loses most updates.
 """
 TEMPERATURES = (0.01, 50.0)
-"""Range of useful temperatures. Below it, all replies to a task are equal. Above it, replies are
-noise that hardly depends on the weights.
+"""Range of useful sampling temperatures. Below it, all replies to a task are equal. Above it,
+replies are noise that hardly depends on the weights.
 """
 
 ADAPTER_SCALES = (0.01, 1000.0)
@@ -51,9 +52,9 @@ ADAPTER_SCALES = (0.01, 1000.0)
 Above it, they ruin the output. Usual are 0.5 to 64.
 """
 MAX_COEFFICIENT = 1000.0
-"""Largest sensible coefficient of a term of the loss: advantages are about 1."""
+"""Largest sensible coefficient of a term in the loss. Advantages are about 1 in size."""
 MIN_MINUTES = 0.1
-"""Shortest sensible time limit. An engine takes seconds to start."""
+"""Smallest sensible value of the option `minutes`. An engine takes seconds to start."""
 
 NO_LIMIT = (
     "correction.high",
@@ -68,9 +69,7 @@ ones of its options in `no_limit`.
 
 
 def no_comparison(config: RunConfig) -> Finding | None:
-    """Refuse an advantage estimator that gives every episode the advantage 0 in groups of one
-    episode.
-    """
+    """Refuse groups of one episode with an advantage estimator that then gives every episode 0."""
     schedule = config.schedule
     replaced = any(each.slot == "estimator" for each in chosen(config.techniques)) or any(
         not getattr(config.technique_options[each.name], "advantage_coef", 0)
@@ -92,7 +91,9 @@ def no_comparison(config: RunConfig) -> Finding | None:
 
 
 def infinite(config: RunConfig) -> Finding | None:
-    """Refuse infinity as the value of an option, unless it only means that there is no limit."""
+    """Refuse an option whose value is infinite, except where infinity means that there is no
+    limit.
+    """
     unlimited = {*NO_LIMIT, *(f"objective.{name}" for name in config.objective.no_limit)}
     for name, option in options().items():
         value = option.of(config)
@@ -164,7 +165,7 @@ def wrong_adapter_scale(config: RunConfig) -> Finding | None:
 
 
 def wrong_rate(config: RunConfig) -> Finding | None:
-    """Warn of a learning rate that destroys a model of this size, or never changes it."""
+    """Warn of a learning rate that would destroy a model of this size, or hardly change it."""
     rate = config.trainer.lr
     if not math.isfinite(rate):
         return None
@@ -187,13 +188,15 @@ def wrong_rate(config: RunConfig) -> Finding | None:
 
 
 def _is_adam(config: RunConfig) -> bool:
-    """Return True if the optimizer's steps are about as large as the learning rate, like Adam's."""
+    """Return True for optimizers whose steps are about as large as the learning rate, such as
+    Adam.
+    """
     names = ("Adam", "Adagrad", "RMSprop", "Rprop")
     return any(name in config.trainer.optimizer for name in names)
 
 
 def _rate_of_adam(config: RunConfig) -> float:
-    """Return the usual learning rate of Adam for the model, rounded to one digit."""
+    """Return the usual learning rate of Adam for a model of this size, rounded to one digit."""
     lora = bool(config.trainer.lora_rank)
     usual = _largest_rate_of_adam(config) / 20
     return float(f"{max(usual, 10 * LORA_RATE if lora else 0):.0e}")
@@ -216,7 +219,7 @@ def _largest_rate(config: RunConfig) -> float:
 def _smallest_rate(config: RunConfig) -> float:
     """Return the smallest sensible learning rate. 0 for Adam with a model of unknown size.
 
-    Without Adam, a step must exceed the rounding of the weights.
+    For other optimizers, it is the rate at which a step just exceeds the rounding of the weights.
     """
     if _is_adam(config):
         is_known = num_weights(local_folder(config)) > 0
@@ -225,7 +228,7 @@ def _smallest_rate(config: RunConfig) -> float:
 
 
 def _rounding_norm(config: RunConfig) -> float:
-    """Return the norm of a change in which every weight moves by its rounding error."""
+    """Return the norm of a gradient step in which each weight moves by its rounding error."""
     return ROUNDING * math.sqrt(max(1, num_weights(local_folder(config))))
 
 
@@ -241,11 +244,11 @@ def faint_gradient(config: RunConfig) -> Finding | None:
 
 
 def lost_updates(config: RunConfig) -> Finding | None:
-    """Warn of a learning rate whose updates are lost when weights are rounded to nearest.
+    """Warn of a learning rate whose updates are lost because weights are rounded to nearest.
 
-    All weights of a checkpoint in the format of `trainer.dtype` begin on a number of that format.
-    Those of a float32 checkpoint lie between two such numbers, so some of them change at every
-    step.
+    This needs a model whose files have the format of `trainer.dtype`, so that all weights begin at
+    a number of this format. Weights of a float32 model lie between two such numbers, so some of
+    them change in every step.
     """
     options = config.trainer
     gap = GAPS.get(options.dtype)
@@ -291,7 +294,9 @@ def large_constant(config: RunConfig) -> Finding | None:
 
 
 def dominant_term(config: RunConfig) -> Finding | None:
-    """Warn of a term of the loss that outweighs the rewards, such as the KL to the first policy."""
+    """Warn of a term of the loss that outweighs the rewards, such as the KL to the initial
+    policy.
+    """
     rule = config.objective
     terms = {"kl_coef": 0.0, "entropy_coef": 0.0}
     own = {"kl_penalty": {"kl_penalty": 1.0}, "dro": {"dro_beta": 0.05}, "dppo": {"kl_tau": 1e-3}}

@@ -1,7 +1,8 @@
-"""The linter's rules for thresholds that are narrower than numerical noise.
+"""Rules for thresholds that are narrower than numerical noise.
 
-The noise of the discrepancy D = pi_old / mu is that of two forward passes, of trainer and engine.
-An engine that rounds to a format of few values (`engine.quantise`) adds noise.
+Thresholds limit D = pi_old / mu and S = pi / pi_old (see `unstale.lint`). D has noise because
+trainer and engine compute the same probability in different ways. An engine that rounds numbers to
+a format of few values (`engine.quantise`) adds to it.
 """
 
 import math
@@ -12,25 +13,29 @@ from unstale.lint.finding import Finding, Fix, use_route
 from unstale.lint.semantics import d_is_one, s_is_one
 
 NOISE = 0.02
-"""Typical difference of log-probabilities between two forward passes in bfloat16. The passes have
-equal weights but pack the sequences differently.
+"""Typical difference, in nats, of log-probabilities between two forward passes in bfloat16 with
+equal weights, which pack the sequences differently.
 """
 ROUNDING = 1e-5
-"""Typical difference of log-probabilities between two forward passes in float32."""
+"""Typical difference, in nats, of log-probabilities between two forward passes in float32."""
 UNIT = 10
-"""Factor by which numerical noise is larger in a product of ratios over about 100 tokens, and
-smaller in their mean.
+"""Numerical noise is larger by this factor in the product of about 100 tokens' ratios, and smaller
+by it in their mean.
 """
 FARTHEST = 3
-"""The largest noise among about 100 tokens divided by the typical noise, if it is Gaussian."""
+"""The largest noise among about 100 tokens, divided by the typical noise. Noise is taken as
+Gaussian.
+"""
 RARE = 10
-"""The largest noise among the tokens of a batch divided by the typical noise. It is large, because
-the noise is not Gaussian.
+"""The largest noise among the tokens of a batch, divided by the typical noise. It is larger than
+for Gaussian noise.
 """
 MIN_CLIP = 1e-3
-"""Smallest useful clip range for a token's ratio. One step of learning changes it by more."""
+"""Smallest useful clip range for a token's ratio, because one optimizer step changes the ratio
+more.
+"""
 BFLOAT16_D = 0.00067
-"""Mean size of log D in nats with a bfloat16 engine, for the policy measured in `QUANTISED_D`."""
+"""Mean size of log D in nats with a bfloat16 engine, for the policy of `QUANTISED_D`."""
 QUANTISED_D = {
     ("fp8", "bfloat16"): (0.0031, 0.0028),
     ("int8", "bfloat16"): (0.0011, 0.0010),
@@ -43,19 +48,21 @@ QUANTISED_D = {
     ("nvfp4", "float32"): (0.0065, 0.0000005),
     ("mxfp4", "float32"): (0.0098, 0.0000005),
 }
-"""Mean size of log D in nats, by `engine.quantise` and `engine.dtype`. The first number is with
-rounding in the engine only, the second with rounding in the trainer, too. It is the table in
-docs/quantisation.md.
+"""Mean size of log D in nats, by `engine.quantise` and `engine.dtype`. Of each pair, the first
+number is with rounding in the engine only, the second with rounding in the trainer, too. They are
+measured (docs/quantisation.md).
 """
 BAND: Fix = {"correction.low": 0.5, "correction.high": 2.0}
-"""The limits on the discrepancy D that fixes suggest. They are wider than its numerical noise."""
+"""The limits on D = pi_old / mu that fixes suggest. They are wider than numerical noise."""
 TOKEN_CLIP: Fix = {"objective.clip_low": 0.2, "objective.clip_high": 0.28}
 TOKEN_RATIO: Fix = {"objective.loss_type": "ppo_clip", "objective.unit": "token", **TOKEN_CLIP}
-"""Options that fixes suggest: the staleness ratio is that of a single token, with a usual clip."""
+"""The options that fixes suggest for S = pi / pi_old: the ratio of a single token, with a usual
+clip.
+"""
 
 
 def _noise_of_d(config: RunConfig) -> float:
-    """Return the typical size of a token's log discrepancy if engine and trainer work correctly."""
+    """Return the typical size of a token's log D, in nats, if engine and trainer work correctly."""
     stale = not config.old_logps.exact and config.schedule.staleness_bound > 0
     bfloat16 = (config.trainer.dtype, config.engine.dtype) != ("float32", "float32")
     bfloat16 = bfloat16 and not config.engine.bitwise
@@ -63,7 +70,7 @@ def _noise_of_d(config: RunConfig) -> float:
 
 
 def _noise_of_format(config: RunConfig) -> float:
-    """Return the typical size of a token's log discrepancy that comes from `engine.quantise`.
+    """Return the part of a token's typical log D, in nats, that comes from `engine.quantise`.
 
     0 if the engine does not round.
     """
@@ -75,9 +82,9 @@ def _noise_of_format(config: RunConfig) -> float:
 
 
 def _noise(config: RunConfig, ratio: str) -> float:
-    """Return the typical size of numerical noise in the log of a ratio: "D" or "S".
+    """Return the typical numerical noise, in nats, of the log of `ratio`, which is "D" or "S".
 
-    The ratio is that of a unit, the tokens over which it is aggregated.
+    The ratio is that of the tokens over which the configuration aggregates it, such as a sequence.
     """
     # With engine.bitwise a value does not depend on what it is packed with.
     bfloat16 = config.trainer.dtype == "bfloat16" and not config.engine.bitwise
@@ -145,9 +152,8 @@ def narrow_sequence_mask(config: RunConfig) -> Finding | None:
 
 
 def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
-    """Yield every threshold of the configuration as the name of its ratio, "D" or "S", and a size.
-
-    The size is the absolute value of the log ratio at the threshold, in nats.
+    """Yield each threshold of the configuration: "D" or "S", and the size of the log ratio at it,
+    in nats.
     """
     d = config.correction
     if d.mode != "none" and not d_is_one(config):
@@ -168,10 +174,11 @@ def noisy_veto(config: RunConfig) -> Finding | None:
 
 
 def _veto(config: RunConfig, low: float, high: float, wrong: str) -> Finding | None:
-    """Return a problem if the veto's limit on log D is `low` to `high` times the noise of log D.
+    """Return a problem if the veto's threshold is `low` to `high` times as far from D = 1 as noise
+    is.
 
     The veto drops sequences with a token whose D is below `correction.token_veto_threshold`.
-    `wrong` is the text of the problem, with `{}` in the place of this threshold.
+    `wrong` is the text of the problem, with `{}` in place of this threshold.
     """
     threshold = config.correction.token_veto_threshold
     if not threshold or d_is_one(config):
@@ -190,7 +197,7 @@ def _veto(config: RunConfig, low: float, high: float, wrong: str) -> Finding | N
 
 
 def mixed_format(config: RunConfig) -> Finding | None:
-    """Warn if S contains the rounding of the engine to its format, so that the clip acts on it."""
+    """Warn if the engine's rounding to its format is in S, so that the clip acts on it."""
     quantise = config.engine.quantise
     if quantise in ("none", config.trainer.quantise) or not d_is_one(config):
         return None
@@ -202,9 +209,7 @@ def mixed_format(config: RunConfig) -> Finding | None:
 
 
 def idle_format(config: RunConfig) -> Finding | None:
-    """Warn if `trainer.quantise`, which rounds as the engine does, hardly reduces the discrepancy
-    D.
-    """
+    """Warn if `trainer.quantise`, which rounds as the engine does, hardly brings D nearer to 1."""
     quantise = config.trainer.quantise
     if quantise == "none":
         return None
@@ -221,7 +226,7 @@ def idle_format(config: RunConfig) -> Finding | None:
 
 
 def _less_rounding(config: RunConfig) -> tuple[Fix, ...]:
-    """Return fixes after which engine and trainer round alike. Empty without `engine.quantise`."""
+    """Return fixes with which engine and trainer round alike. Empty without `engine.quantise`."""
     if config.engine.quantise == "none":
         return ()
     neither: Fix = {"trainer.quantise": "none", "engine.quantise": "none"}

@@ -1,4 +1,4 @@
-"""Facts about the initial policy, read from the files of its folder."""
+"""Facts about a run's initial policy, read from the files of its folder."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from unstale.routed_experts import num_experts
 
 
 def local_folder(config: RunConfig) -> Path:
-    """Return the folder of the initial policy. Nothing is downloaded or converted.
+    """Return the folder of the initial policy on this machine. Nothing is downloaded or converted.
 
-    If the policy is not on this machine, the returned folder does not exist.
+    The folder does not exist if the policy is not on this machine.
     """
     try:
         return config.find_policy(fetch=False)
@@ -29,13 +29,16 @@ def num_weights(folder: Path) -> int:
 
 
 def width(folder: Path) -> int | None:
-    """Return the hidden size in a model folder's config.json. None if it is not there."""
+    """Return the hidden size of the model in a folder, from its config.json. None if not known."""
     size = _read_text_model(folder).get("hidden_size")
     return size if isinstance(size, int) else None
 
 
 def positions(folder: Path) -> int | None:
-    """Return the longest context, in tokens, that a model folder's config.json names, or None."""
+    """Return the longest context of the model in a folder, in tokens, from its config.json.
+
+    None if not known.
+    """
     number = _read_text_model(folder).get("max_position_embeddings")
     return number if isinstance(number, int) else None
 
@@ -48,9 +51,9 @@ def has_template(folder: Path) -> bool:
 
 
 def experts(folder: Path) -> int | None:
-    """Return the number of experts in a layer from a model folder's config.json. 0 if it is dense.
+    """Return the number of experts in each layer of the model in a folder. 0 for a dense model.
 
-    None without a config.json.
+    None if the folder has no config.json.
     """
     config = _read(folder)
     with reading(folder, "config.json"):
@@ -58,14 +61,17 @@ def experts(folder: Path) -> int | None:
 
 
 def _read_text_model(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the language model, which may be a part of a larger model."""
+    """Return the language model's part of config.json.
+
+    Other parts are, for example, for pictures.
+    """
     config = _read(folder)
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
 
 def _read(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """Return the object in a JSON file of a model folder. Empty if it cannot be read."""
+    """Return the object in a JSON file of a model folder. Empty if the file cannot be read."""
     try:
         # A stranger's folder may hold a pipe, which opens only when somebody writes.
         return read_mapping(folder / name) if (folder / name).is_file() else {}

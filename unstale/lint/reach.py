@@ -1,7 +1,7 @@
-"""The reach of a clip: the whole ratio pi / mu at which it clips a token of the largest lag.
+"""The reach of a clip: the value of pi / mu at which it clips the tokens with the largest lag.
 
-An approximate route leaves a part of the staleness in D = pi_old / mu, so a clip on S = pi / pi_old
-clips the token only at a larger pi / mu. Numerical differences of engine and trainer are ignored.
+Some routes leave a part of the staleness in D = pi_old / mu. Then a clip on S = pi / pi_old acts
+only at a larger pi / mu. Numerical differences of engine and trainer are ignored.
 """
 
 from unstale.config import ConfigError, RunConfig
@@ -10,13 +10,14 @@ from unstale.objectives.clips import ClippedObjective
 
 
 def equal_reach(config: RunConfig, reference: RunConfig) -> Fix:
-    """Return options with which the clip of `config` acts at the same pi / mu as the reference's.
+    """Return options with which the clip of `config` acts at the same pi / mu as that of
+    `reference`.
 
     All staleness of `reference` must be in S, so its clip is on pi / mu. If the route of `config`
-    leaves a part of the ratio in D, the clip is made narrower, and limits on D that would act
-    before the clip are made wider. If all of it is in D, the limits on D become those of the clip,
-    which then acts only on changes between the minibatches of a batch. Raises `ConfigError` if the
-    reference has no such clip, or if the part in D is not known before a run.
+    leaves a part of the staleness in D, its clip becomes narrower, and limits on D that would act
+    before the clip become wider. If all of it is in D, the limits on D become those of the clip,
+    which then acts only on changes between the minibatches of a batch. Raises `ConfigError` if
+    `reference` has no such clip, or if the part in D is not known before a run.
     """
     rule = reference.objective
     if not isinstance(rule, ClippedObjective):
@@ -61,11 +62,15 @@ def equal_reach(config: RunConfig, reference: RunConfig) -> Fix:
 
 
 def all_in_s(config: RunConfig) -> bool:
-    """Return True if the old policy is the one that sampled, so that all staleness is in S."""
+    """Return True if S has all staleness, because the old policy is the one that sampled the
+    token.
+    """
     old = config.old_logps
     return old.exact or old.weight_of_now(config) == 0
 
 
 def all_in_d(config: RunConfig) -> bool:
-    """Return True if the old policy is the current one, so that all staleness is in D."""
+    """Return True if D has all staleness, because the old policy is the one at the start of the
+    step.
+    """
     return config.old_logps.weight_of_now(config) == 1

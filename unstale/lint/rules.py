@@ -1,6 +1,7 @@
-"""The linter's rules. Each is a function that returns a problem, or None if nothing is wrong.
+"""The linter's rules about ratios, routes and engines. Each rule is a function.
 
-The ratios are D = pi_old / mu and S = pi / pi_old, see `unstale.lint`.
+It returns a problem, or None if nothing is wrong. `unstale.lint` defines the ratios D = pi_old / mu
+and S = pi / pi_old.
 """
 
 import math
@@ -21,15 +22,13 @@ from unstale.lint.semantics import d_is_one, masks_s, s_is_one
 from unstale.objectives.clips import ClippedObjective
 
 GSPO_CLIP = 0.02
-"""Largest useful clip range for the mean ratio of a sequence, which varies little. The GSPO paper
-uses 3e-4 and 4e-4.
+"""Largest useful clip range for a sequence's mean ratio, which varies little. The GSPO paper uses
+3e-4 and 4e-4.
 """
 PRODUCT_CLIP = 0.5
-"""Smallest useful clip range for the product of a sequence's ratios."""
+"""Smallest useful clip range for the product of the ratios of a sequence's tokens."""
 WIDEST_BAND = 10.0
-"""Largest upper limit on the discrepancy D that counts as one. A higher one does not limit
-staleness.
-"""
+"""Largest upper limit on D = pi_old / mu that still limits staleness."""
 _MIXED_CACHE = "tokens sampled with keys and values of older weights belong to no version's policy"
 _BASELINE: Fix = {"old_logps.baseline": True}
 _SEQUENCE_RATIO: Fix = {
@@ -39,7 +38,7 @@ _SEQUENCE_RATIO: Fix = {
     "objective.clip_high": 4e-4,
     "objective.loss_aggregation": "sequence_mean",
 }
-"""Options that fixes suggest: the staleness ratio is that of a sequence, as in the GSPO paper."""
+"""The options that fixes suggest for a ratio S of sequences, with the values of the GSPO paper."""
 
 
 def _exact_route(config: RunConfig) -> Fix:
@@ -166,7 +165,7 @@ def _as(unit: Unit, aggregate: Aggregate) -> str:
 
 
 def _clip_of_a_token(config: RunConfig) -> Finding | None:
-    """Warn of a clip range that suits the ratio of a token but is used on that of a sequence."""
+    """Warn of a clip range for the ratio of a token that is used on the ratio of a sequence."""
     rule = config.objective
     if rule.ratio_unit != "sequence" or not isinstance(rule, ClippedObjective):
         return None
@@ -236,7 +235,7 @@ def _mixed_cache(config: RunConfig) -> Finding | None:
 
 
 def _wide_reach(config: RunConfig) -> Finding | None:
-    """Warn if tokens pass the clip on S = pi / pi_old although their pi / mu is beyond the clip."""
+    """Warn if the clip on S = pi / pi_old lets tokens pass whose pi / mu is beyond it."""
     rule = config.objective
     old = config.old_logps
     if not isinstance(rule, ClippedObjective) or old.baseline or s_is_one(config):
@@ -264,9 +263,8 @@ def _wide_reach(config: RunConfig) -> Finding | None:
 
 
 def _passes(config: RunConfig, ratio: float, clip: float) -> bool:
-    """Return True if a token of the largest staleness is neither clipped nor masked.
-
-    `ratio` is the token's pi / mu.
+    """Return True if a token with the largest lag and this pi / mu (`ratio`) is not clipped or
+    masked.
     """
     s = config.old_logps.s_of(ratio, config)
     rule = config.correction
@@ -275,12 +273,12 @@ def _passes(config: RunConfig, ratio: float, clip: float) -> bool:
 
 
 def _beyond(s: float, clip: float) -> bool:
-    """Return True if the staleness ratio `s` is at the clip or further from 1."""
+    """Return True if S = `s` is at the clip or beyond it."""
     return s >= clip if clip > 1 else s <= clip
 
 
 def _bandless(config: RunConfig) -> Finding | None:
-    """Warn if all staleness is in the ratio D = pi_old / mu, and no limit applies to D."""
+    """Warn if all staleness is in D = pi_old / mu, but D has no limit."""
     rule = config.correction
     stale = config.schedule.staleness_bound > 0 and config.old_logps.weight_of_now(config) == 1
     if not stale or rule.mode == "none":
@@ -342,7 +340,7 @@ def _dense_replay(config: RunConfig) -> Finding | None:
 
 
 def _unrecorded_experts(config: RunConfig) -> Finding | None:
-    """Refuse vLLM flags with which vLLM records no routed experts, or only some."""
+    """Refuse flags of vLLM with which it records no experts of an MoE model, or only some."""
     if not config.trainer.routing_replay or config.engine.backend != "vllm":
         return None
     words = " ".join(shlex.split(config.engine.args)).replace("=", " ").replace("_", "-").split()
@@ -367,7 +365,9 @@ _NO_ROUTES = (
 
 
 def _free_experts(config: RunConfig) -> Finding | None:
-    """Warn of an MoE policy with an exact route if the trainer chooses experts itself."""
+    """Warn of an MoE policy with an exact route if the trainer does not use the engine's
+    experts.
+    """
     if config.trainer.routing_replay or not config.old_logps.partly_exact:
         return None
     if not experts(local_folder(config)):
@@ -402,7 +402,7 @@ REFUSALS: Sequence[Rule] = (
     *stream.REFUSALS,
 )
 TRIES_ESTIMATOR: Collection[Rule] = (learning.no_comparison, *stream.TRIES_ESTIMATOR)
-"""Rules that try the advantage estimator on invented episodes. They import torch if they apply."""
+"""Rules that call the advantage estimator with invented episodes, and so import torch."""
 WARNINGS: Sequence[Rule] = (
     _clip_of_a_token,
     _token_mean_of_sequences,

@@ -1,4 +1,4 @@
-"""Explain a configuration: what discrepancy D and staleness ratio S contain, and the costs."""
+"""Explain a configuration: what D = pi_old / mu and S = pi / pi_old contain, and what it costs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +15,19 @@ from unstale.lint.techniques import order
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One of the two ratios whose product is pi / mu: discrepancy D or staleness ratio S."""
+    """A description of D or S, the two ratios whose product is pi / mu."""
 
     name: str
     numerator: str
     denominator: str
     meaning: str
-    """What the ratio contains: numerical differences, staleness or learning."""
+    """The causes for which the ratio is not 1: numerical differences, staleness or learning."""
     bound: str
     """How the loss limits the ratio."""
 
 
 def factors(config: RunConfig) -> tuple[Factor, Factor]:
-    """Return the discrepancy D and the staleness ratio S, with what they contain in this run."""
+    """Return descriptions of the discrepancy D and the staleness ratio S for this run."""
     proxy = config.old_logps.meaning(config)
     return (
         Factor("D", proxy.symbol, "mu", proxy.d, _bound_on_d(config)),
@@ -36,7 +36,10 @@ def factors(config: RunConfig) -> tuple[Factor, Factor]:
 
 
 def facts(config: RunConfig) -> dict[str, str]:
-    """Return sentences about the policies in the ratios, and other facts, in reading order."""
+    """Return sentences about the configuration, by a short name, in reading order.
+
+    The first ones describe the policies in the ratios.
+    """
     proxy = config.old_logps.meaning(config)
     engine = config.engine
     trainer = config.trainer
@@ -70,7 +73,7 @@ def facts(config: RunConfig) -> dict[str, str]:
 
 
 def _missing_policy(config: RunConfig) -> dict[str, str]:
-    """Return a sentence if the policy is not on this machine. A run would refuse it."""
+    """Return a sentence on what a run does if the policy is not on this machine. Empty if it is."""
     if (local_folder(config) / "config.json").is_file():
         return {}
     fate = "unstale train refuses it"
@@ -84,19 +87,17 @@ def _missing_policy(config: RunConfig) -> dict[str, str]:
 
 
 def d_is_one(config: RunConfig) -> bool:
-    """Return True if the discrepancy D is always 1.
-
-    This is so if the route returns the engine's log-probability as the old one.
+    """Return True if D = pi_old / mu is always 1: the route returns the engine's
+    log-probability.
     """
     return config.old_logps.weight_of_now(config) == 0
 
 
 def s_is_one(config: RunConfig) -> bool:
-    """Return True if the staleness ratio S is always 1.
+    """Return True if S = pi / pi_old is always 1, because the old policy is the current one.
 
-    This is so if the route returns the current policy's log-probability as the old one, and either
-    computes it in every training pass or each batch has one minibatch. Otherwise the policy changes
-    after the first minibatch, and the old log-probabilities do not.
+    This needs a route that computes it in every training pass, or batches with one minibatch.
+    Otherwise the policy changes after the first minibatch, and the old log-probabilities do not.
     """
     old = config.old_logps
     moves_away = not old.needs.inline and config.trainer.steps_per_batch > 1
@@ -104,7 +105,7 @@ def s_is_one(config: RunConfig) -> bool:
 
 
 def masks_s(config: RunConfig) -> bool:
-    """Return True if the technique `m2po` masks tokens by a ratio that contains S."""
+    """Return True if the technique `m2po` drops tokens by a ratio that contains S = pi / pi_old."""
     m2po: Any = config.technique_options.get("m2po")
     return m2po is not None and m2po.of != "discrepancy"
 
@@ -164,13 +165,13 @@ def _unbounded(config: RunConfig) -> str:
 
 
 def _caps_ratio(config: RunConfig) -> bool:
-    """Return True if tokens are weighted by pi / mu, and the option `ratio_cap` limits it."""
+    """Return True if the weight of a token is pi / mu, and `objective.ratio_cap` limits it."""
     weighted = config.correction.is_weight or d_is_one(config)
     return weighted and config.objective.ratio_cap > 0
 
 
 def versions(config: RunConfig) -> str:
-    """Return how old tokens may be, and how many versions an episode may have."""
+    """Return sentences on how old tokens may be, and how many versions may sample one episode."""
     schedule = config.schedule
     bound = schedule.staleness_bound
     words = (
@@ -194,7 +195,7 @@ def _audit(config: RunConfig) -> str:
 
 
 def exactness(config: RunConfig) -> str:
-    """Return for which tokens `old_logp` is that of the weights that sampled them."""
+    """Return a sentence on the tokens whose `old_logp` is that of the weights that sampled them."""
     if config.engine.bitwise and (config.old_logps.exact or d_is_one(config)):
         return (
             "yes, bit for bit (engine.bitwise): behavior_logp is the trainer's own value under the "
@@ -211,7 +212,7 @@ def exactness(config: RunConfig) -> str:
 
 
 def _placed(config: RunConfig) -> dict[str, str]:
-    """Return a sentence on placed text. Empty if it has no loss."""
+    """Return a sentence on text that is put into replies. Empty if it does not enter the loss."""
     cap = config.objective.placed_cap
     limit = f"min(Gamma, {cap:g})" if cap else "Gamma"
     words = {

@@ -1,7 +1,7 @@
 """Rules for `trainer.stream`, with which gradients are computed before their batch is complete.
 
-Options that need the whole batch before the first backward pass are refused. They would depend on
-which groups happen to end first.
+They refuse options that need the whole batch before the first backward pass. With these, gradients
+would depend on which groups happen to end first.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def several_steps(config: RunConfig) -> Finding | None:
 
 
 def batch_advantages(config: RunConfig) -> Finding | None:
-    """Refuse an estimator whose advantages depend on other groups of the batch."""
+    """Refuse an advantage estimator that compares a group with other groups of the batch."""
     if not config.trainer.stream or _replaced(config) or is_by_group(config) is not False:
         return None
     name = config.advantage.estimator
@@ -52,7 +52,9 @@ def batch_advantages(config: RunConfig) -> Finding | None:
 
 
 def untried_advantages(config: RunConfig) -> Finding | None:
-    """Warn of an estimator that raises an error on invented episodes, which are used to try it."""
+    """Warn of an advantage estimator that cannot be tried, because it fails for invented
+    episodes.
+    """
     if not config.trainer.stream or _replaced(config) or is_by_group(config) is not None:
         return None
     return Finding(
@@ -70,7 +72,7 @@ def _replaced(config: RunConfig) -> bool:
 
 
 def batch_techniques(config: RunConfig) -> Finding | None:
-    """Refuse techniques that compare, choose or add groups of the whole batch."""
+    """Refuse techniques that compare, choose or add groups of a whole batch."""
     if not config.trainer.stream:
         return None
     options = config.technique_options
@@ -100,7 +102,9 @@ def batch_mean_weight(config: RunConfig) -> Finding | None:
 
 
 def batch_route(config: RunConfig) -> Finding | None:
-    """Refuse a way to get `old_logp` that needs the whole batch, such as some moving averages."""
+    """Refuse a method to get `old_logp` that needs the whole batch, such as some moving
+    averages.
+    """
     route = config.old_logps
     if not config.trainer.stream or not route.needs.whole_batch:
         return None
@@ -115,7 +119,7 @@ def batch_route(config: RunConfig) -> Finding | None:
 
 
 TRIES_ESTIMATOR: Sequence[Rule] = (batch_advantages, untried_advantages)
-"""Rules that try the advantage estimator on invented episodes."""
+"""Rules that call the advantage estimator with invented episodes."""
 WARNINGS: Sequence[Rule] = (untried_advantages,)
 REFUSALS: Sequence[Rule] = (
     single_group,

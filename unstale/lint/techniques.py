@@ -1,4 +1,4 @@
-"""The linter's rules for techniques (`unstale techniques`), and its fact about their order."""
+"""The linter's rules for techniques, the additions to the algorithm in the option `techniques`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ CHAINS: Mapping[Slot, str] = {
     "recredit": "advantages of turns",
     "shaper": "advantages of tokens",
 }
-"""Slots (kinds of techniques) whose techniques act on each other's results -> what they change."""
+"""What techniques of a slot (kind) change. Several of a slot act on each other's results."""
 LOW_RATE = 5
-"""A learning rate counts as low if it is below the usual one divided by this number."""
+"""A learning rate is low if it is below the usual one divided by this number."""
 MAX_SHIFT = 20.0
-"""Largest sensible `confident_error_penalty.max_shift`. Above it, a negative advantage may be
-multiplied by more than 20, and a single long sequence outweighs a batch.
+"""Largest sensible `confident_error_penalty.max_shift`. With a larger one, a negative advantage may
+be multiplied by more than 20, and a single long sequence may outweigh a batch.
 """
 
 MAX_ENTROPY_FACTOR = 1 / 3
@@ -27,13 +27,15 @@ MAX_ENTROPY_FACTOR = 1 / 3
 standard deviations under the mean has no gradient, and such tokens are common.
 """
 MIN_MAD_FLOOR = 0.01
-"""Smallest sensible `baseline.mad_floor`. Below it, an advantage may be more than 90 times the
-distance of its reward to the median.
+"""Smallest sensible `baseline.mad_floor`. With a smaller one, an advantage may be more than 90
+times the distance of its reward to the median.
 """
 
 
 def order(config: RunConfig) -> str:
-    """Return sentences on the order of techniques of one slot (kind). Empty if no order matters."""
+    """Return a text on the order in which techniques of the same slot act. Empty if no order
+    matters.
+    """
     entries = chosen(config.techniques)
     sentences = []
     for slot, changed in CHAINS.items():
@@ -44,7 +46,7 @@ def order(config: RunConfig) -> str:
 
 
 def low_rate_with_smaller_steps(config: RunConfig) -> Finding | None:
-    """Warn of techniques that lower the learning rate, if it is low already."""
+    """Warn of techniques that lower the learning rate if it is already low."""
     usual = usual_rate(config)
     rate = config.trainer.lr
     names = [name for name in ("ess_lr", "outer_step") if name in config.technique_options]
@@ -74,7 +76,9 @@ def far_confidence_shift(config: RunConfig) -> Finding | None:
 
 
 def hard_prefix_clip(config: RunConfig) -> Finding | None:
-    """Warn of the technique `minpro` with a clip: one small ratio drops later tokens' gradient."""
+    """Warn of the technique `minpro` with a clip, as one small ratio then drops all later tokens'
+    gradient.
+    """
     kind = config.objective.loss_type
     if "minpro" not in config.technique_options or not config.objective.clips_tokens:
         return None
@@ -87,7 +91,7 @@ def hard_prefix_clip(config: RunConfig) -> Finding | None:
 
 
 def strong_entropy_factor(config: RunConfig) -> Finding | None:
-    """Warn of a `token_entropy_advantage.a` that takes the gradient from tokens of low entropy."""
+    """Warn of a `token_entropy_advantage.a` with which tokens of low entropy have no gradient."""
     options = config.technique_options.get("token_entropy_advantage")
     a: float = getattr(options, "a", 0.0)
     if a <= MAX_ENTROPY_FACTOR:
@@ -101,7 +105,9 @@ def strong_entropy_factor(config: RunConfig) -> Finding | None:
 
 
 def baseline_of_picked(config: RunConfig) -> Finding | None:
-    """Warn of a baseline over the batch that contains only the episodes `episode_filter` chose."""
+    """Warn of the technique `baseline` with `episode_filter`: it averages only the episodes that
+    are kept.
+    """
     rule = getattr(config.technique_options.get("episode_filter"), "rule", "variance")
     advantage = config.advantage
     if rule == "variance" or advantage.estimator != "reinforce_batch" or advantage.group_baseline:
@@ -115,7 +121,7 @@ def baseline_of_picked(config: RunConfig) -> Finding | None:
 
 
 def baseline_with_added_episodes(config: RunConfig) -> Finding | None:
-    """Warn of a biased baseline: it contains rewards because of which `allocate` adds episodes."""
+    """Warn of a biased baseline: `allocate` adds episodes because of rewards that are in it."""
     gain = getattr(config.technique_options.get("allocate"), "gain", "v0")
     estimators = [each.name for each in chosen(config.techniques) if each.slot == "estimator"]
     baseline = config.technique_options.get("baseline")
@@ -154,7 +160,7 @@ def no_floor_of_distances(config: RunConfig) -> Finding | None:
 
 
 def even_groups_of_median(config: RunConfig) -> Finding | None:
-    """Warn of a median as baseline if the number of episodes of a group may become even."""
+    """Warn of a median as baseline if groups may get an even number of episodes."""
     options = config.technique_options
     if getattr(options.get("baseline"), "centre", "") != "median":
         return None
@@ -191,7 +197,9 @@ def unlearned_limits(config: RunConfig) -> Finding | None:
 
 
 def slots_for_all(config: RunConfig) -> Finding | None:
-    """Warn if the technique `segments` lets all episodes run at once, so that none ever waits."""
+    """Warn if the technique `segments` may run all episodes at once, so that it never pauses
+    one.
+    """
     slots: int = getattr(config.technique_options.get("segments"), "max_concurrent_episodes", 0)
     schedule = config.schedule
     most = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
@@ -206,7 +214,7 @@ def slots_for_all(config: RunConfig) -> Finding | None:
 
 
 def picked_after_allocation(config: RunConfig) -> Finding | None:
-    """Warn of episodes that one technique adds and the technique `episode_filter` leaves out."""
+    """Warn if the technique `allocate` adds episodes which `episode_filter` may then leave out."""
     allocators = [each.name for each in chosen(config.techniques) if each.slot == "allocator"]
     if not allocators or "episode_filter" not in config.technique_options:
         return None
@@ -219,7 +227,9 @@ def picked_after_allocation(config: RunConfig) -> Finding | None:
 
 
 def too_old_when_tasks_return(config: RunConfig) -> Finding | None:
-    """Warn if the technique `replay` drops stored groups before their tasks come again."""
+    """Warn if the technique `replay` drops the stored groups of a task before the task comes
+    again.
+    """
     options = config.technique_options.get("replay")
     max_age: int = getattr(options, "max_age", 0)
     pool, groups = config.selection.pool, config.schedule.groups_per_step
@@ -238,7 +248,7 @@ def too_old_when_tasks_return(config: RunConfig) -> Finding | None:
 
 
 def unreachable_success(config: RunConfig) -> Finding | None:
-    """Warn of a `success_at` above the largest reward of an episode, if that is known."""
+    """Warn of an option `success_at` that no episode can reach, if the largest reward is known."""
     baseline = config.technique_options.get("baseline")
     known = [config.task.largest_reward]
     if getattr(baseline, "centre", "") in ("prior", "shrink"):

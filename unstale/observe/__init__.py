@@ -1,4 +1,7 @@
-"""Observation of a run: its log, the live display, trackers and the report. Imports no torch."""
+"""Show and record a run: its log, the live display, experiment trackers and the report.
+
+These modules import no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ if TYPE_CHECKING:  # `records` imports torch
 
 
 class RunRecorder(Protocol):
-    """The methods of `recorder.Recorder` that the training loop calls."""
+    """The methods of `recorder.Recorder`, the log of a run, that the training loop calls."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a step."""
         ...
 
     def sample(self, step: int, groups: "Sequence[Group]") -> None:
-        """Offer the episodes of a batch to the experiment trackers, which may show one as text."""
+        """Offer the episodes of the batch of step `step` to the experiment trackers.
+
+        The trackers may show one of them as text.
+        """
         ...
 
     def event(self, kind: str, **fields: Any) -> None: ...
@@ -27,7 +33,8 @@ class RunRecorder(Protocol):
     def phase(
         self, text: str, *, done: int = 0, total: int = 0, detail: Callable[[], str] = str
     ) -> None:
-        """Show the run's current activity on the live display, with progress `done` of `total`.
+        """Show the run's current activity `text` on the live display, with progress `done` of
+        `total`.
 
         `detail` returns a text on what the run waits for. It is called repeatedly.
         """
@@ -43,9 +50,10 @@ class RunRecorder(Protocol):
     def trained(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Record sample tokens of a batch with their discrepancy and staleness ratio (`points`).
+        """Record a sample of the tokens that step `step` trained on.
 
-        `events` are those of the route, the method that computes old log-probabilities.
+        `points` has a row for each token: lag, log_d (old_logp - behavior_logp) and log_s (logp -
+        old_logp). `events` are log entries of the method that computes old log-probabilities.
         """
         ...
 

@@ -1,4 +1,6 @@
-"""Signs in the metrics that a run cannot learn, such as batches without an advantage."""
+"""Checks of a run's metrics for signs that it cannot learn, such as batches without an
+advantage.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -9,23 +11,23 @@ from typing import Any
 from unstale.observe.words import amount, number, percent
 
 IN_A_ROW = 3
-"""Number of successive batches with a sign after which the check fails. A single small batch may
+"""Number of successive steps that must show a sign before its check fails. A single small batch may
 show the sign by chance.
 """
 
 COLLAPSED, NO_ENTROPY = 0.1, 1e-3
-"""The entropy has collapsed if it is below the share `COLLAPSED` of its first value, or below
-`NO_ENTROPY` nats per token.
+"""The policy's entropy counts as collapsed if it is below `COLLAPSED` times its value in the first
+steps, or below `NO_ENTROPY` nats per token.
 """
 
 FAINT = 1e-7
-"""Gradient norm below which weights hardly change, because Adam divides by at least its epsilon of
-1e-8.
+"""Gradient norm below which the optimizer hardly changes weights, because Adam's divisor is at
+least its epsilon of 1e-8.
 """
 
 LEAST_DUE, LOST = 2e-4, 0.6
-"""Updates count as lost if less than the share `LOST` of the weights that should change in a step
-do change. The check needs at least the share `LEAST_DUE` of all weights to be due for a change.
+"""Updates count as lost to rounding if fewer than `LOST` of the weights that a step should change
+do change. The check needs at least the share `LEAST_DUE` of all weights that should change.
 """
 
 Row = Mapping[str, Any]
@@ -33,42 +35,42 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A sign in the metrics that a batch teaches nothing or too little."""
+    """A check of each step's metrics for one sign that a batch teaches nothing or too little."""
 
     name: str
     title: str
-    """A heading for the check if it passes: what is right about the run."""
+    """Text for a check that passes: what is right about the run."""
     holds: Callable[[Row, float], bool | None]
-    """A function of a step's metrics and of `TrainingHealth.first_entropy`. It returns True if they
-    show the sign, and None if they cannot show it. It raises KeyError if a metric is missing.
+    """A function that returns True if a step's metrics show the sign, and None if they cannot show
+    it. Its arguments are the metrics and `TrainingHealth.first_entropy`. It raises KeyError if a
+    metric is missing.
     """
     text: str
-    """A text for the user if the check fails: what was found and what to do. `_fill` inserts
-    metrics.
+    """Text for the user if the check fails: what was found and what to do. Names of metrics in
+    braces stand for their values.
     """
     in_a_row: int = IN_A_ROW
     least: int = 1
-    """Smallest number of steps with the needed metrics after which the check can pass."""
+    """Smallest number of steps that have the needed metrics, before the check can pass."""
     from_start: bool = False
-    """True if the check fails even when only the first step shows the sign. A later step without
-    the sign ends this failure.
+    """True if the check fails as soon as the first step shows the sign. If a later step does not
+    show it, the check no longer counts as failed.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A check that failed in a run."""
+    """A failed check of a run."""
 
     name: str
     text: str
     step: int
-    """The first of the successive steps that made the check fail."""
+    """The first of the successive steps that showed the sign and made the check fail."""
     steps: int
-    """Number of all steps of the run that show the sign."""
+    """Number of steps of the run that showed the sign."""
 
 
 def _value(row: Row, name: str) -> float:
-    """Return a metric as a number. Raises KeyError if it is missing or NaN."""
     if (value := number(row.get(name))) is None:
         raise KeyError(name)
     return value
@@ -163,24 +165,23 @@ CHECKS = (
 
 @dataclass(slots=True)
 class TrainingHealth:
-    """The checks of a run, which look for signs in its metrics.
-
-    They are updated after each step.
-    """
+    """The results of all checks of a run, updated after each step."""
 
     findings: dict[str, Finding] = field(default_factory=dict)
     """The checks that failed, by name, in the order in which they failed."""
     first_entropy: float = math.nan
-    """Mean entropy of the first steps in nats. NaN until they are known."""
+    """Mean entropy of the policy in the first `IN_A_ROW` steps, in nats per token.
+
+    NaN before that.
+    """
     _entropies: list[float] = field(default_factory=list)
     _streaks: dict[str, int] = field(default_factory=dict)
     _told: dict[str, int] = field(default_factory=dict)
-    """For each check, by name: the number of steps whose metrics could show its sign."""
+    """By name of the check: the number of steps that had the metrics that it needs."""
 
     def passed(self, check: Check) -> bool | None:
-        """Return True if a check passed, and False if it failed.
-
-        None if too few steps had the metrics that it needs.
+        """Return True if a check passed, False if it failed, and None if too few steps had its
+        metrics.
         """
         if check.name in self.findings:
             return False
@@ -188,10 +189,7 @@ class TrainingHealth:
         return True if enough else None
 
     def update(self, row: Row) -> list[Finding]:
-        """Add the metrics of a step.
-
-        Return the checks that this step made fail for the first time.
-        """
+        """Add the metrics of a step. Return the checks that have failed with this step."""
         step = int(number(row.get("step")) or 0)
         if step < 1:
             return []
@@ -224,7 +222,7 @@ class TrainingHealth:
 
 
 def examine(rows: Iterable[Row]) -> TrainingHealth:
-    """Return the checks of a run after all steps. `rows` has the metrics of each step, in order."""
+    """Return the results of all checks of a run. `rows` has the metrics of each step, in order."""
     health = TrainingHealth()
     for row in rows:
         health.update(row)
@@ -232,7 +230,10 @@ def examine(rows: Iterable[Row]) -> TrainingHealth:
 
 
 def _fill(text: str, row: Row) -> str:
-    """Insert metrics where a text names them in braces. Shares become percentages."""
+    """Return `text` with the values of metrics that it names in braces.
+
+    Shares become percentages.
+    """
     for name, value in row.items():
         if f"{{{name}}}" in text:
             shown = percent(number(value)) if name.endswith("_share") else amount(number(value))

@@ -1,4 +1,4 @@
-"""Success on held-out tasks, in the words that all pages and the terminal use."""
+"""The success of a policy on held-out tasks, as texts for reports and the terminal."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,19 +13,22 @@ UNBROKEN = "\N{NO-BREAK SPACE}"
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """An evaluation on held-out tasks after `step` steps."""
+    """The result of an evaluation on held-out tasks, after `step` steps of training."""
 
     step: int
     success: float | None
-    """Share of successful tasks. None if the evaluation failed: no episode was finished."""
+    """Share of successful tasks. None if the evaluation failed, because no episode was finished."""
     tasks: int
     """Number of tasks, or 0 if it is not known."""
     failed: int = 0
-    """Number of tasks with a failed episode. These count as not successful."""
+    """Number of tasks with an episode that an error ended. They count as not successful."""
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Self | None:
-        """Return the evaluation in an event of the run's log. None if the event has none."""
+        """Return the result in an event of the run's log.
+
+        None if it is no event of an evaluation.
+        """
         share, step, tasks, failed = (
             number(event.get(name)) for name in ("success", "step", "tasks", "failed")
         )
@@ -35,26 +38,31 @@ class HeldOut:
 
     @classmethod
     def of_metrics(cls, row: Mapping[str, Any]) -> Self | None:
-        """Return the evaluation in a step's metrics. None if the metrics have none."""
+        """Return the result in a step's metrics.
+
+        None if there was no evaluation after this step.
+        """
         names = {"success": "success_rate", "tasks": "tasks", "failed": "failed_tasks"}
         event = {field: row.get(f"eval/{name}") for field, name in names.items()}
         return cls.of_event({"step": row.get("step"), **event})
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the share of successful tasks. None if it is not known."""
+        """The 95% confidence interval of `success`. None if `success` or `tasks` is not known."""
         if self.success is None or not self.tasks:
             return None
         return wilson(min(1.0, max(0.0, self.success)), self.tasks)
 
     @property
     def share(self) -> str:
-        """The share of successful tasks in percent, or "failed"."""
+        """`success` in percent as text, or "failed"."""
         return FAILED if self.success is None else percent(self.success, 1)
 
     @property
     def about(self) -> str:
-        """The interval and the number of failed tasks as text. Empty if neither is known."""
+        """Text with the 95% interval of `success`, and the number of failed tasks if some
+        failed.
+        """
         if self.success is None:
             return f"all {self.tasks} tasks failed"
         parts = []
@@ -67,7 +75,7 @@ class HeldOut:
 
     @property
     def counts(self) -> str:
-        """A short text with the number of tasks and the interval. Empty if they are not known.
+        """Short text with the number of tasks and the 95% interval. Empty if they are not known.
 
         >>> HeldOut(3, 0.5, 4).counts, HeldOut(3, None, 4).counts, HeldOut(3, 0.5, 4, 1).counts
         ('4 tasks, 15% to 85%', 'all 4 tasks', '4 tasks, 1 failed, 15% to 85%')
@@ -89,18 +97,18 @@ class HeldOut:
 
 
 def held_out(events: Iterable[Mapping[str, Any]]) -> list[HeldOut]:
-    """Return the evaluations in the events of a run's log, in the order of their steps.
+    """Return the results of evaluations in the events of a run's log, by step.
 
-    A resumed run may repeat an evaluation. The last one of a step counts.
+    A resumed run may repeat an evaluation. Then the last one of the step counts.
     """
     found = {each.step: each for event in events if (each := HeldOut.of_event(event))}
     return [found[step] for step in sorted(found)]
 
 
 def improved(evaluations: Sequence[HeldOut]) -> bool:
-    """Return True if the last success on held-out tasks is above the first.
+    """Return True if the success of the last evaluation is above that of the first.
 
-    False if one is not known.
+    False if there is none, or one of the two failed.
     """
     shares = [each.success for each in (*evaluations[:1], *evaluations[-1:])]
     return bool(shares) and None not in shares and shares[-1] > shares[0]  # type: ignore[operator]
@@ -110,8 +118,8 @@ def improved(evaluations: Sequence[HeldOut]) -> bool:
 class Outcome:
     """The success before and after training, as texts.
 
-    `shares` has pairs of a share in percent and its interval. `note` describes how they were
-    measured.
+    `shares` has pairs of a share in percent and a text about its uncertainty. `note` describes what
+    was measured. `better` is True if success has increased.
     """
 
     shares: Sequence[tuple[str, str]]
@@ -122,10 +130,11 @@ class Outcome:
 def outcome(
     evaluations: Sequence[HeldOut], rollouts: Sequence[float], asked: Any = None
 ) -> Outcome | None:
-    """Return the outcome of a run from its evaluations, or without any from training episodes.
+    """Return the success before and after training, from evaluations if there are any.
 
-    `rollouts` is the share of successful training episodes in each step. `asked` is the option
-    `eval.tasks`. None if there is no evaluation and fewer than two steps.
+    Without evaluations, it is that of training episodes: `rollouts` has the share of successful
+    ones in each step. `asked` is the value of the option `eval.tasks`. None if there are no
+    evaluations and fewer than two steps.
     """
     if not evaluations:
         return _of_rollouts(rollouts)
@@ -154,7 +163,11 @@ def _of_rollouts(rollouts: Sequence[float]) -> Outcome | None:
 
 
 def remarks(evaluations: Sequence[HeldOut], changes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return sentences about failed evaluations, and resumes with another data set (`changes`)."""
+    """Return sentences about evaluations that failed, and about changes of the data set of the
+    tasks.
+
+    `changes` are the log's events of resumes with another data set.
+    """
     failed = [f"The evaluation {each.when} failed." for each in evaluations if each.success is None]
     changed = [
         f"After step {int(number(event.get('step')) or 0)}, {str(event.get('text'))[:1000]}. "

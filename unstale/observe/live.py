@@ -1,4 +1,4 @@
-"""The display of a run while it trains: a panel on a terminal, or plain lines."""
+"""The display of a run while it trains: a panel on a terminal, otherwise plain lines."""
 
 import threading
 import time
@@ -24,13 +24,15 @@ from unstale.stop_signals import cursor_while_stopped
 
 HISTORY = 400
 RECENT = 5
-"""Number of last steps over which shown values are averaged."""
+"""Number of last steps over whose values the display averages."""
 WIDE = 100
-"""Smallest width of a terminal, in characters, at which the two parts of the panel are next to each
-other.
+"""Smallest width of a terminal, in characters, for which the two parts of the panel are side by
+side.
 """
 ROOMY = 30
-"""Smallest height of a terminal, in lines, at which empty lines separate the parts of the panel."""
+"""Smallest height of a terminal, in lines, for which empty lines separate the parts of the
+panel.
+"""
 GENERATION, TRAINING, GOOD, WARN, QUIET = "cyan", "magenta", "green", "yellow", "bright_black"
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -38,10 +40,10 @@ _BARS = " ▁▂▃▄▅▆▇█"
 def sparkline(
     values: Sequence[float], width: int, low: float | None = None, high: float | None = None
 ) -> str:
-    """Return the values as a row of bars, one character each.
+    """Return the values as a text of bars, one character each.
 
-    Bars range from `low` to `high`, by default the smallest and largest value. If there are more
-    than `width` values, adjacent ones are averaged.
+    Bars range from `low` to `high`, by default the smallest and the largest value. If there are
+    more than `width` values, adjacent ones are averaged.
 
     >>> sparkline([0.0, 0.5, 1.0], 8, low=0.0, high=1.0)
     '▁▅█'
@@ -61,7 +63,7 @@ def sparkline(
 
 
 class LiveDisplay:
-    """A display of a run while it trains: a panel on a terminal, and otherwise plain lines.
+    """A display of a run while it trains: a panel on a terminal, otherwise plain lines.
 
     Without a terminal, a line is printed at least every `quiet_s` seconds.
     """
@@ -119,7 +121,7 @@ class LiveDisplay:
         self._prints.close()
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of a finished step. The names are those of `metrics.jsonl`."""
+        """Show the metrics of a finished step, which have the names in `metrics.jsonl`."""
         with self._lock:
             self._phase, self._detail = ("", 0, 0), str
             now = self._clock()
@@ -143,10 +145,10 @@ class LiveDisplay:
     def phase(
         self, text: str, done: int = 0, total: int = 0, detail: Callable[[], str] = str
     ) -> None:
-        """Show progress, such as "evaluating the base policy", 120 of 256.
+        """Show an activity such as "evaluating the base policy", with progress `done` of `total`.
 
-        With an empty text, the current step is shown. `detail` returns what the run waits for. It
-        is called repeatedly, possibly in another thread, so it must be thread-safe.
+        With an empty text, the current step is shown. `detail` returns a text on what the run waits
+        for. It is called repeatedly, possibly in another thread, so it must be thread-safe.
         """
         with self._lock:
             self._phase, self._detail = (text, done, total), detail
@@ -216,7 +218,7 @@ class LiveDisplay:
         self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def _beat(self) -> None:
-        """Print a line whenever nothing was printed for `quiet_s` seconds, until the display
+        """Print a line whenever none was printed for `quiet_s` seconds. Runs until the display
         ends.
         """
         while not self._stopped.wait(max(0.05, self._quiet_s - self._silent_for())):
@@ -231,10 +233,7 @@ class LiveDisplay:
 
 
 def _one_line(text: str) -> str:
-    """Return text in one line.
-
-    Control characters, which could alter the terminal, become visible.
-    """
+    """Return text in one line, with control characters as escapes."""
     return show_controls(text).replace("\n", " ").replace("\t", " ")
 
 
@@ -312,9 +311,9 @@ def _block(title: str) -> Table:
 def _learning(
     rows: Sequence[Mapping[str, Any]], evals: Sequence[HeldOut], *, is_wide: bool
 ) -> RenderableType:
-    """Return the part of the panel on success and reward.
+    """Return the part of the panel about success and reward, from steps (`rows`) and evaluations.
 
-    On a wide terminal, the number of held-out tasks is on a separate line.
+    With `is_wide`, the number of held-out tasks is on a separate line.
     """
     table = _block("Learning")
     if evals:
@@ -380,9 +379,7 @@ def _small(value: float | None) -> str:
 
 
 def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return the part of the panel on speed: engine and trainer, their busy shares, the
-    bottleneck.
-    """
+    """Return the part of the panel about speed: throughput, busy shares, and the bottleneck."""
     wait = waiting(rows[-RECENT - 1 :])
     grid = Table.grid(
         Column(no_wrap=True, width=8, style="bold"),
@@ -417,7 +414,9 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> str:
-    """Return the plain line that is printed for a step. `took` is its duration in seconds."""
+    """Return the line that is printed for a step without a terminal. `took` is its duration in
+    seconds.
+    """
     row = rows[-1]
     parts = [f"step {int(number(row.get('step')) or 0)}/{config.max_steps}"]
     if evaluation := HeldOut.of_metrics(row):

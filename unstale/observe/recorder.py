@@ -1,4 +1,4 @@
-"""The log of the training loop, written to run folder, journal, terminal and trackers."""
+"""The log of the training loop, which writes to run folder, journal, terminal and trackers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # `records` imports torch, which a report does not need
 
 
 class Watcher(Protocol):
-    """The methods of the live display that the recorder calls."""
+    """The methods of the live display (`live.LiveDisplay`) that the recorder calls."""
 
     def update(self, metrics: Mapping[str, Any]) -> None: ...
 
@@ -35,7 +35,9 @@ class EventLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The places to which a run's metrics are written, in addition to its journal."""
+    """The receivers of a run's metrics besides its journal: run folder, live display and
+    trackers.
+    """
 
     log: RunLog
     watcher: Watcher
@@ -43,14 +45,14 @@ class Outputs:
 
 
 MAX_SHOWN = 1000
-"""Largest number of failures of which the recorder remembers that it has shown them."""
+"""Largest number of failures that the recorder remembers in order not to show one twice."""
 
 
 class Recorder:
-    """The log of the training loop, which sends metrics and events to `Outputs` and the journal.
+    """The log of the training loop, which sends metrics and events to `Outputs` and to the journal.
 
-    The journal does not get times of activities (spans), failures of trackers, and events about a
-    blocked event loop.
+    The journal does not get the times of activities (`span`), failures of trackers, and events
+    about a blocked event loop.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Recorder:
     ) -> None:
         """Create the log. `decode` turns tokens into text.
 
-        The checks of training health first read the metrics that are in the run folder.
+        For a resumed run, the checks of `health` begin with the metrics in the run folder.
         """
         self._log = outputs.log
         self._watcher = outputs.watcher
@@ -71,7 +73,7 @@ class Recorder:
         self._decode = decode
         self._health = examine(read_jsonl(self._log.path / METRICS))
         self._shown: set[tuple[str, bool]] = set()
-        """Failures that the terminal has shown: their text, and True if the episode was not tried
+        """Failures that the terminal has shown: text, and True if the episode was not tried
         again.
         """
 
@@ -88,13 +90,15 @@ class Recorder:
         self._report_failed_trackers()
 
     def sample(self, step: int, groups: "Sequence[Group]") -> None:
-        """Send the text of one of the batch's episodes to the trackers, every `TEXT_EVERY`
-        steps.
+        """Send one of the batch's episodes as text to the trackers, if `TEXT_EVERY` steps have
+        passed.
         """
         self._trackers.sample(step, groups, self._decode)
 
     def close(self, outcome: RunOutcome) -> None:
-        """Close the trackers. The caller closes journal and run folder, which it opened."""
+        """Close the trackers and tell them how the run ended. The caller closes journal and run
+        folder.
+        """
         self._trackers.close(outcome)
         self._report_failed_trackers()
 
@@ -112,25 +116,20 @@ class Recorder:
     def phase(
         self, text: str, *, done: int = 0, total: int = 0, detail: Callable[[], str] = str
     ) -> None:
-        """Show the run's current activity on the live display, with progress `done` of `total`."""
         self._watcher.phase(text, done, total, detail)
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
-        """Return a context that records the times at which its body starts and ends.
-
-        `lane` is the row of the report's timeline that shows them.
-        """
         with self._log.span(lane, label):
             yield
 
     def trained(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Record sample tokens of a step (`points`) in the journal, and log events of the route.
+        """Record a sample of a step's tokens (`points`) in the journal, and log `events`.
 
-        Points with `true_log_d` are tokens that were audited. A route is a method to compute
-        `old_logp`.
+        Points with `true_log_d` are tokens whose exact old log-probability an audit computed.
+        `events` come from the method that computes old log-probabilities.
         """
         points = list(points)
         tokens = [point for point in points if "true_log_d" not in point]
@@ -183,7 +182,7 @@ class Recorder:
         )
 
     def restarted(self, episode: int, failure: "Failure") -> None:
-        """Log an episode that starts again, because it could not be replayed after a resume."""
+        """Log an episode that starts again because a resumed run could not replay it."""
         self.event("episode_restarted", episode=episode, **_describe(failure))
         self._watcher.note(
             f"episode {episode} of {failure.task.key} was restarted: {failure.error}"
@@ -191,7 +190,7 @@ class Recorder:
 
 
 def _to_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Turn rows with equal keys into columns of numbers with six significant digits."""
+    """Return rows with equal keys as columns of numbers, rounded to six significant digits."""
     if not rows:
         return {}
     return {name: [float(f"{row[name]:.6g}") for row in rows] for name in rows[0]}

@@ -1,6 +1,6 @@
-"""Readers for parts of a run's files.
+"""Functions that read parts of a run's events, options and metrics.
 
-They skip invalid data, because others may have written the files.
+They skip invalid data, because the files may come from others.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,9 +12,9 @@ from unstale.observe.words import mapping, number
 
 
 def last_stop(events: Iterable[Row]) -> Row:
-    """Return the event in a run's log with which the run ended.
+    """Return the event that ended a run, from the events of its log. Its `reason` says how.
 
-    Empty if the run has not ended, or was resumed after that event.
+    Empty if the run has not ended, or was resumed after this event.
 
     >>> last_stop([{"kind": "started"}, {"kind": "stopped", "reason": "Ctrl-C"}])["reason"]
     'Ctrl-C'
@@ -32,7 +32,7 @@ def last_stop(events: Iterable[Row]) -> Row:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested options under their full names, as used on the command line.
+    """Return nested options in one mapping, by their names on the command line.
 
     >>> flatten({"a": 1, "b": {"c": 2}, "technique_options": {"ess_lr": {"base": 0.5}}})
     {'a': 1, 'b.c': 2, 'ess_lr.base': 0.5}
@@ -53,15 +53,15 @@ def step_of(row: Mapping[str, Any]) -> int:
 
 
 def histogram(row: Mapping[str, Any]) -> dict[int, float]:
-    """Return the number of tokens that a step trained on, by their lag in versions.
+    """Return the number of tokens that a step trained on, by lag, from the step's metrics.
 
-    Invalid entries are left out.
+    The lag of a token is the number of versions by which it is older than the policy.
     """
     return by_lag(mapping(row.get("schedule/staleness_histogram")).items())
 
 
 def by_lag(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
-    """Return numbers by lag (staleness in versions), given pairs of lag and number.
+    """Return the numbers in pairs of a lag (staleness in versions) and a number, by lag.
 
     Pairs without a number, or without a lag of at most two digits, are left out.
 

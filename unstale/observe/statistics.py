@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 POWER = 0.8
-"""Probability with which a planned comparison should find a true difference, by convention."""
+"""Probability with which a planned comparison should find a true difference.
+
+0.8 is the convention.
+"""
 
 ROUNDING = 1e-9
 """Relative difference up to which values count as equal. Rounding errors of shares are about 1e-16,
@@ -17,9 +20,10 @@ and the smallest true differences of shares about 1e-4.
 
 
 def wilson(share: float, number: int) -> tuple[float, float]:
-    """Return the ends of the 95% interval of a share of `number` trials (Wilson 1927).
+    """Return the 95% confidence interval of a share of successes among `number` trials (Wilson
+    1927).
 
-    If `share` is a mean of numbers between 0 and 1, the true interval is at most as wide.
+    If `share` is a mean of numbers between 0 and 1, the interval is wide enough.
 
     >>> low, high = wilson(0.5, 256)
     >>> round(low, 4), round(high, 4)
@@ -35,7 +39,8 @@ def wilson(share: float, number: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """The mean of the differences between n pairs of values, with their standard deviation `sd`.
+    """The mean difference between the two values of n pairs, and the differences' standard
+    deviation `sd`.
 
     `n` is at least 2, and `sd` above 0. Tests and intervals are two-sided, by Student's t.
     """
@@ -53,14 +58,14 @@ class PairedDifference:
         return min(1.0, 2 * float(stdtr(self.n - 1, -t)))
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """Return the ends of the interval that misses the true mean with probability `alpha`."""
+        """Return the ends of the confidence interval of the mean, for the level 1 - `alpha`."""
         half = self._critical(alpha, self.n) * self.sd / math.sqrt(self.n)
         return self.mean - half, self.mean + half
 
     def detectable(self, alpha: float, power: float = POWER) -> float:
-        """Return the smallest true mean that a test of `n` pairs finds with probability `power`.
+        """Return the smallest true mean that a test with `n` pairs finds with probability `power`.
 
-        `alpha` is the significance level. The true standard deviation is taken to be `sd`.
+        `alpha` is the significance level. The true standard deviation is assumed to be `sd`.
         """
         low, high = 0.0, self.sd
         while self._power(high, alpha, self.n) < power:
@@ -74,9 +79,10 @@ class PairedDifference:
         return high
 
     def pairs_needed(self, true: float, alpha: float, power: float = POWER) -> int:
-        """Return the number of pairs with which a test finds the true mean `true` with this power.
+        """Return the number of pairs for which a test finds the true mean `true` with probability
+        `power`.
 
-        `alpha` is the significance level of the test.
+        `alpha` is the significance level. The true standard deviation is assumed to be `sd`.
         """
         few, enough = 1, 2
         while self._power(true, alpha, enough) < power:
@@ -90,7 +96,6 @@ class PairedDifference:
         return enough
 
     def _power(self, true: float, alpha: float, n: int) -> float:
-        """Return the probability that a test of `n` pairs finds the true mean `true`."""
         from scipy.special import nctdtr
 
         shift = true * math.sqrt(n) / self.sd
@@ -104,10 +109,11 @@ class PairedDifference:
 
 
 def paired_difference(values: Sequence[float]) -> PairedDifference | None:
-    """Return the mean and the spread of `values`, the differences between pairs.
+    """Return mean and standard deviation of `values`, the differences between the two values of
+    pairs.
 
-    None if no two values differ by more than their rounding errors. The spread is then unknown, and
-    a test would take it to be 0.
+    None if no two values differ by more than rounding errors, because a test would take the
+    standard deviation to be 0.
 
     >>> paired_difference([0.1, 0.3 - 0.2]), paired_difference([0.1])
     (None, None)

@@ -1,7 +1,7 @@
-"""Compare the generated episodes with those trained on, in words and as a table.
+"""Compare episodes that were trained on with those that were lost, as text and as a table.
 
-An attempt is one try at an episode. A lost attempt ended without being trained on: it failed, or a
-resume started it again. If long attempts are lost more often, training prefers short episodes.
+An attempt is one try at an episode. It is lost if it failed, or if a resume started it again. If
+long attempts are lost more often, training prefers short episodes.
 """
 
 from collections.abc import Mapping
@@ -23,19 +23,19 @@ FATES = {
     "restarted": "restarted on resume",
     "open": "open",
 }
-"""The ways in which an attempt at an episode can end, each with a text for tables."""
+"""Ends of an attempt at an episode (`journal.survivors.FATES`), each with its text in tables."""
 LOST = frozenset({"failed", "given_up", "restarted"})
 
 LOST_LEAST, LOST_ERRORS = 10, 3
-"""A difference in length is reported only if there are at least `LOST_LEAST` lost attempts and it
-exceeds `LOST_ERRORS` standard errors.
+"""Lost attempts count as longer or shorter than kept ones if there are at least `LOST_LEAST` of
+them and the mean lengths differ by more than `LOST_ERRORS` standard errors.
 """
 
 
 def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
-    """Compare the lengths of lost and kept attempts at episodes of an environment.
+    """Compare the lengths of lost and of kept attempts at the episodes of an environment.
 
-    `place` is the environment's row of `journal.survivors`. Return a sentence, and True if long
+    `place` is an entry of "places" of `journal.survivors`. Return a sentence, and True if long
     attempts are lost more often, which biases training.
 
     >>> means = {"lost": 30, "kept": 970, "lost_mean": 412.0, "kept_mean": 196.0, "se": 20.0}
@@ -64,10 +64,9 @@ HEAD = ("", "attempts", "mean tokens", "p10 · p50 · p90", "mean turns", "succe
 
 
 def terminal_table(survivors: Mapping[str, Any]) -> RenderableType:
-    """Return the statistics of attempts at episodes of all environments as a table for a terminal.
+    """Return a table for a terminal with the statistics of `journal.survivors`.
 
-    `survivors` are the statistics of a journal (`journal.survivors`). An environment has a row for
-    all attempts, then one for each end.
+    Each environment has a row for all attempts, then one for each end of attempts.
     """
     title = "Generated and trained-on episodes"
     shown = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE)

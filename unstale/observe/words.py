@@ -1,4 +1,6 @@
-"""Numbers as texts, and a run's bottleneck as text, for terminal, report and dashboard."""
+"""Numbers as texts, and the bottleneck of a run as a sentence, for terminal, report and
+dashboard.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 NONE = "—"
-"""Text in place of a missing number."""
+"""Text for a missing number."""
 
 
 def number(value: Any) -> float | None:
@@ -84,10 +86,10 @@ def amount(value: float | None) -> str:
 
 
 KEEPS_PACE, KEEPS_BUSY, HELD_BACK, OTHER = 0.1, 0.2, 0.5, 0.2
-"""Shares that decide about the bottleneck. The trainer's waiting is ignored below the share
-`KEEPS_PACE` of the time, and the engine's idle time below `KEEPS_BUSY`. Tools, or finished groups
-that wait for older ones, are the cause from the share `HELD_BACK` on. A second activity of the
-trainer is named above the share `OTHER`.
+"""Shares of time that decide about the bottleneck. A trainer that waits for less than `KEEPS_PACE`
+does not count as waiting. An engine that is idle for less than `KEEPS_BUSY` counts as busy. Tools,
+or finished groups that wait for older ones, are the cause from `HELD_BACK` on. A second activity of
+the trainer is named if it takes more than `OTHER`.
 """
 
 BOTTLENECKS = {
@@ -111,7 +113,7 @@ BOTTLENECKS = {
     "Grading held-out tasks": "faster tools and reward functions, or fewer held-out tasks "
     "(eval.interval, eval.tasks)",
 }
-"""Possible bottlenecks of a run, each with the options that help."""
+"""Possible bottlenecks of a run, each with a text on the options that help."""
 
 _WORK = {
     "trainer/update_s": "Training",
@@ -120,38 +122,39 @@ _WORK = {
     "checkpoint/duration_s": "Checkpointing",
     "publish/duration_s": "Publishing",
 }
-"""Activities of the trainer, by the metric with their seconds. The last three can overlap with the
-first two. So each counts at most for the part of a step's time that waiting and earlier activities
-leave.
+"""Activities of the trainer, by the metric that has their seconds. The last three can overlap with
+the first two. So each counts at most for the part of a step's time that the earlier ones leave.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The shares of wall time in which trainer and engine wait. None if not recorded.
+    """The shares of time in which a run's trainer and engine waited. None if not recorded.
 
-    `trainer` is the share in which the trainer waits for finished groups, `engine` the share in
-    which the engine has no requests.
+    `trainer` is the share in which the trainer waited for finished groups, `engine` the share in
+    which the engine had no requests. `synchronous` is True if no staleness was allowed.
     """
 
     trainer: float | None
     engine: float | None
     work: Mapping[str, float] = field(default_factory=dict)
-    """Share of the time that the trainer spends on each activity."""
+    """Share of the trainer's time that each of its activities took."""
     tools: float | None = None
-    """Share of the episodes' time that they spend waiting for tools and rewards."""
+    """Share of their time that training episodes waited for tools and rewards."""
     eval_tools: float | None = None
-    """The same share as `tools`, for held-out episodes."""
+    """Share of their time that held-out episodes waited for tools and rewards."""
     finished: float | None = None
-    """Share of the groups in flight that are finished but wait for older ones to be trained on."""
+    """Share of the unused groups that were finished and only waited for older ones."""
     synchronous: bool = False
 
     @property
     def bottleneck(self) -> str:
-        """The bottleneck of the run, a key of `BOTTLENECKS`. Empty if there is none.
+        """The bottleneck of the run, a key of `BOTTLENECKS`. Empty if there is none or it is not
+        known.
 
-        If the trainer waits and the engine is busy, generation is the bottleneck. If the engine is
-        idle too, the cause is tools, the limit on staleness or synchronous training.
+        If the trainer hardly waits, it is the trainer's longest activity. If the trainer waits and
+        the engine is busy, it is generation. If both wait, it is tools, the limit on staleness or
+        synchronous training.
         """
         trainer = self.trainer or 0.0
         engine = self.engine or 0.0
@@ -173,13 +176,15 @@ class Waiting:
         return "The staleness budget" if held_back else "Tools and rewards"
 
     def _named(self, activity: str) -> str:
-        """Return `activity`, or `Grading held-out tasks` if that takes most of an evaluation."""
+        """Return `activity`, or "Grading held-out tasks" for an evaluation that mostly waits for
+        rewards.
+        """
         is_grading = activity == "Evaluation" and (self.eval_tools or 0.0) >= HELD_BACK
         return "Grading held-out tasks" if is_grading else activity
 
     @property
     def sentence(self) -> str:
-        """A sentence with the bottleneck and the figures that show it."""
+        """A sentence that names the bottleneck, with the figures that show it."""
         if self.trainer is None and self.engine is None:
             return "Too little was recorded to find the bottleneck."
         facts = f"the trainer waited for episodes {percent(self.trainer)} of the time"
@@ -207,9 +212,10 @@ class Waiting:
         return f"{self.bottleneck} is the bottleneck: {facts}."
 
     def _other(self, name: str) -> str:
-        """Return the activity, other than `name`, with most of the trainer's time, and its share.
+        """Return the activity besides `name` with most of the trainer's time, and its share, as
+        text.
 
-        Empty if the share is not above `OTHER`.
+        Empty if the share is at most `OTHER`.
         """
         unknown = 1 - (self.trainer or 0.0) - sum(self.work.values())
         others = {**self.work, name: 0.0, "what was not measured": unknown}
@@ -218,15 +224,15 @@ class Waiting:
 
     @property
     def advice(self) -> str:
-        """A sentence on options that would help. Empty if there is no bottleneck."""
+        """A sentence that names options against the bottleneck. Empty if there is none."""
         remedy = BOTTLENECKS.get(self.bottleneck, "")
         return f"What would help: {remedy}." if remedy and self.trainer is not None else ""
 
 
 def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
-    """Return the shares of waiting in a series of steps. `rows` has the metrics of each.
+    """Return the shares of waiting over a series of steps. `rows` has the metrics of each step.
 
-    The first row only gives the start time.
+    Of the first row, only the time is used, at which the second step starts.
 
     >>> step = {"time_s": 20.0, "schedule/wait_for_batch_s": 4.0, "engine/busy_share": 0.9}
     >>> wait = waiting([{"time_s": 10.0}, step])

@@ -1,4 +1,5 @@
-"""Recipes: functions that return the configuration of a run (`RunConfig`).
+"""Recipes: functions that return the configuration of a run (`RunConfig`), with options as
+arguments.
 
 Each module of this package and of `unstale.research.recipes` lists its recipes in `RECIPES`. The
 command line takes a recipe by its name. `unstale recipes` shows the first line of its docstring. A
@@ -20,7 +21,7 @@ from unstale.recipes.retail import retail
 Recipe = Callable[..., RunConfig]
 
 RECIPES: Mapping[str, Recipe]
-"""The recipes of this distribution by name. `shipped_recipes` finds them at the first use."""
+"""The recipes of this distribution by name, which `shipped_recipes` fills at the first use."""
 ADDED = Plugins("unstale.recipes", Callable)
 
 
@@ -37,21 +38,21 @@ def __getattr__(name: str) -> Any:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of all recipes. Those of other distributions are not imported."""
+    """Return the names of all recipes. Recipes of other distributions are not imported for this."""
     own = shipped_recipes()
     return [*own, *added_names(ADDED.group, own)]
 
 
 def find_recipes() -> dict[str, Recipe]:
-    """Return all recipes by name."""
+    """Return all recipes by name. Recipes of other distributions are imported."""
     own = shipped_recipes()
     return {**own, **ADDED.load_all(own)}
 
 
 def make_recipe(name: str) -> RunConfig:
-    """Return the configuration that a recipe makes.
+    """Return the configuration that the recipe `name` makes.
 
-    `name` is one of `recipe_names`, or `module:function` of any importable module. Raises
+    `name` is one of `recipe_names`, or `module:function` of any module that can be imported. Raises
     `ConfigError` if there is no such recipe.
     """
     if name in shipped_recipes():

@@ -1,6 +1,6 @@
-"""One recipe for each way to obtain old log-probabilities, which the option `route` selects.
+"""One recipe for each way to obtain old log-probabilities (a route, option `old_logps.route`).
 
-They compare these ways. The recipes differ only in the route and in the options that it needs. They
+Their runs compare these ways. They differ only in the route and in the options that it needs, and
 train on tokens so stale that an unsuitable route lowers the reward.
 """
 
@@ -21,7 +21,7 @@ from unstale.envs.desk import DeskConfig
 
 
 def route_recipe(name: str) -> Callable[..., RunConfig]:
-    """Return a recipe that trains with one route to old log-probabilities.
+    """Return a recipe that trains with the route `name`, a way to obtain old log-probabilities.
 
     The run trains on the customer-service desk, with tokens up to 6 versions old.
     """

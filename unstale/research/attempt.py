@@ -1,8 +1,8 @@
-"""Attempt each task several times, choose one of the attempts, and show what the choice is worth.
+"""Attempt each task several times, choose one of the attempts, and measure what choosing gains.
 
-The choice is the answer that most attempts give, or the winner of a tournament in which the policy
-compares attempts. A further attempt may be made that reads the conclusions of the best ones (PDR),
-or a plan from the first attempt.
+The chosen attempt has the answer that most attempts give, or wins a tournament in which the policy
+compares attempts. Optionally, one more attempt is made, for which the policy reads the conclusions
+of the best attempts (PDR) or a plan from the first attempt.
 """
 
 import asyncio
@@ -50,21 +50,29 @@ _VERDICT = re.compile(r"best:[\W_]*([A-Z])\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptOptions:
-    """How often a task is attempted, and how one of the attempts is chosen."""
+    """Options of attempts: how often a task is attempted, and how one attempt is chosen."""
 
     attempts: int = 8
     votes: int = 0
-    """Number of votes of the policy on each comparison; 0 takes the majority of the answers."""
+    """Number of votes of the policy on each comparison of attempts; 0 chooses the most frequent
+    answer without votes.
+    """
     group: int = 2
     """Number of attempts in a comparison: 2 compares pairs."""
     distil: int = 0
-    """Number of attempts whose conclusions a further attempt reads; 0 makes none."""
+    """Number of attempts whose conclusions the policy reads before one more attempt; 0 makes no
+    such attempt.
+    """
     plan: bool = False
     """Make a second attempt with a plan that the policy writes from the first."""
     summaries: bool = False
-    """Compare summaries that the policy writes, instead of the last replies."""
+    """Let the policy summarise each attempt, and compare the summaries instead of the last
+    replies.
+    """
     search: int = 0
-    """Number of stages of a search, each with `attempts` candidates; 0 makes none."""
+    """Number of stages of a beam search with `attempts` candidates in each stage; 0 makes no
+    search.
+    """
     beam: int = 2
     """Number of candidates that the search keeps after each stage."""
     stage_turns: int = 1
@@ -73,7 +81,7 @@ class AttemptOptions:
     """Weigh the answers by the forecasts of success with which the run pruned episodes."""
 
     def check(self, taskset: Taskset) -> None:
-        """Raise `ConfigError` if attempts at the tasks cannot be compared in this way."""
+        """Raise `ConfigError` for options that contradict each other or do not suit the tasks."""
         if not self.attempts > 1:
             raise ConfigError(f"--attempts must be at least 2 to choose, got {self.attempts}")
         if not self.votes and not implements(taskset, Votable):
@@ -158,7 +166,7 @@ def attempt_all(
 
 
 class KeptEpisodes(FinishedEpisodes):
-    """The finished episodes of an evaluation, by attempt."""
+    """The finished episodes of an evaluation, by task and number of the attempt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +178,7 @@ class KeptEpisodes(FinishedEpisodes):
 
 
 class _Procedure:
-    """Attempts at all tasks, and the choices among them, while the engine runs."""
+    """One execution of the command: attempts at all tasks, and the choices among them."""
 
     def __init__(  # noqa: PLR0913 - what chooses, and what it chooses among
         self,
@@ -197,7 +205,9 @@ class _Procedure:
         self._kept = KeptEpisodes()
 
     async def run(self) -> AttemptResult:
-        """Attempt the tasks, choose, and attempt them again as the options say."""
+        """Attempt the tasks, choose an attempt at each, and make the further attempts of the
+        options.
+        """
         options = self._options
         graded = await self._evaluate(self._rollout, self._held_out.tasks, self._kept)
         tokens = {"attempts": _sampled(self._kept)}
@@ -259,10 +269,11 @@ class _Procedure:
         )
 
     async def _again(self, notes: Mapping[str, str]) -> tuple[list[bool | None], int]:
-        """Return the success of one more attempt at each task, and its number of tokens.
+        """Make one more attempt at each task. Return their successes and the number of sampled
+        tokens.
 
-        `notes` has what the attempt reads, by task. The random numbers are those of the first
-        attempt, so without notes the attempt is the same.
+        `notes` has, by task key, a text that the policy reads first. The seeds are those of the
+        first attempt, so that only the note makes a difference.
         """
         config, taskset = self._held_out.config, NotedTasks(self._held_out.taskset, notes)
         make = build_rollout(config, taskset)
@@ -271,7 +282,9 @@ class _Procedure:
         return await self._evaluate(rollout, self._tasks, kept), _sampled(kept)
 
     async def _choose(self) -> dict[str, Choice]:
-        """Return the choice among the finished attempts at each task. No element without one."""
+        """Return the choice at each task, by task key. Tasks without a finished attempt are left
+        out.
+        """
         done = 0
         self._progress("choices", done=0, total=len(self._tasks))
 
@@ -308,7 +321,10 @@ class _Procedure:
         return Choice(tuple(numbers[place] for place in choice.ranking))
 
     async def _tournament(self, task: Task, texts: Mapping[int, str], *place: int) -> Choice:
-        """Return the choice of the policy among texts, by number. `place` makes other seeds."""
+        """Return the policy's ranking of `texts`, which have the numbers of the attempts as keys.
+
+        `place` makes the seeds of one stage of a search differ from those of another.
+        """
         options = self._options
 
         async def ask(attempts: Sequence[int], vote: int) -> int | None:
@@ -326,7 +342,7 @@ class _Procedure:
         )
 
     async def _text(self, task: Task, number: int) -> str:
-        """Return what the judge reads of an attempt: its last reply, or a summary."""
+        """Return the text of an attempt that the policy compares: its last reply, or a summary."""
         episode = self._episodes(task)[number]
         if not self._options.summaries:
             return self._last_reply(episode)
@@ -335,9 +351,9 @@ class _Procedure:
         return await self._writer.write(SUMMARISE, seed, task=self._words(task), attempt=attempt)
 
     def _conclusions(self, choices: Mapping[str, Choice]) -> dict[str, str]:
-        """Return the note with the conclusions of the best attempts, by task.
+        """Return a note with the conclusions of the best attempts at each task, by task key.
 
-        Together they have at most as many characters as the context has tokens, so that they fit.
+        A note has at most about `engine.max_context` characters, so that it fits into the context.
         """
         notes = {}
         most = self._held_out.config.engine.max_context // self._options.distil
@@ -350,7 +366,10 @@ class _Procedure:
         return notes
 
     async def _search(self) -> tuple[list[bool | None], int]:
-        """Return the success of a search at each task, and its number of tokens with votes."""
+        """Search at each task. Return the successes of the best candidates, and the sampled tokens.
+
+        The tokens include those of the policy's votes.
+        """
         options, before = self._options, self._writer.tokens
         places = asyncio.Semaphore(max(1, evaluation.MAX_CONCURRENT // options.attempts))
         sampled = 0
@@ -381,7 +400,7 @@ class _Procedure:
         return [each.result() for each in asked], sampled + self._writer.tokens - before
 
     async def _plans(self) -> dict[str, str]:
-        """Return the note with a plan from the first attempt, by task. Empty without a plan."""
+        """Return a note with a plan from the first attempt at each task, by task key, or ""."""
 
         async def plan(task: Task) -> str:
             episode = self._episodes(task).get(0)
@@ -397,7 +416,7 @@ class _Procedure:
         return {key: each.result() for key, each in asked.items()}
 
     def _episodes(self, task: Task) -> dict[int, Trajectory]:
-        """Return the finished attempts at a task by number."""
+        """Return the finished attempts at a task, by their numbers."""
         attempts = ((task.key, number) for number in range(self._options.attempts))
         return {
             each[1]: self._kept.episodes[each] for each in attempts if each in self._kept.episodes
@@ -432,7 +451,7 @@ class _Procedure:
 
 
 def read_letter(verdict: str) -> str:
-    """Return the letter that a verdict names as the best. Empty if it names none.
+    """Return the letter that a verdict names as the best attempt, or "".
 
     >>> read_letter("B errs. Best: A"), read_letter("C."), read_letter("A or B")
     ('A', 'C', '')

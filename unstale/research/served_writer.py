@@ -8,19 +8,19 @@ from unstale.engines.http import Http
 from unstale.envs import Message
 
 KEY = "UNSTALE_WRITER_KEY"
-"""The environment variable with the API key of a served writer."""
+"""The environment variable with the API key of the endpoint."""
 CALL_S = 120.0
-"""Seconds within which a served writer must answer."""
+"""Seconds within which the endpoint must answer."""
 
 
 class Writer(Protocol):
-    """A language model that replies to messages."""
+    """An interface of a language model that replies to messages."""
 
     async def reply(self, messages: Sequence[Message], seed: int) -> str: ...
 
 
 class ServedWriter:
-    """A model behind an endpoint of the OpenAI API, such as that of `unstale serve`."""
+    """A writer behind an endpoint of the OpenAI API, such as that of `unstale serve`."""
 
     def __init__(self, url: str, model: str, key: str) -> None:
         self._http = Http(url, key=key)

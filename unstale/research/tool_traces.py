@@ -1,4 +1,4 @@
-"""Turn plain reasoning into conversations with tool calls (AgentMath).
+"""Convert reasoning in plain text to conversations with tool calls (AgentMath).
 
 A computation in a solution, such as `12 * 5 = 60`, becomes a call of a tool and its answer. The
 tool is executed. A solution is kept if every answer is the number that the solution has, if there
@@ -27,7 +27,7 @@ _COMPUTATION = re.compile(
     rf"\(*{_NUMBER}\)*)+)\s*=\s*(?P<value>-?{_NUMBER})"
 )
 _NOTE = re.compile(r"<<[^<>]*>>")
-"""Pattern of the computations that GSM8K repeats in its solutions."""
+"""Pattern of the notes `<<...>>` in GSM8K, which repeat the computations of a solution."""
 _SIGNS = str.maketrans({"\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/", "$": "", ",": ""})
 REWRITE = """Rewrite the solution of a problem so that programs do its computations. Write the \
 reasoning, and wherever it needs a computation a block that begins with ```python and ends with \
@@ -45,7 +45,9 @@ MAX_CALLS = 32
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that computes expressions."""
+    """A tool that computes expressions, with the function that converts an expression to its
+    arguments.
+    """
 
     schema: Mapping[str, Any]
     arguments: Callable[[str], dict[str, str]]
@@ -68,13 +70,13 @@ TOOLS: Mapping[str, Tool] = {
 
 
 class NotTraced(Exception):
-    """Error: a solution cannot be turned into a conversation."""
+    """An error that states why a solution cannot become a conversation."""
 
 
 async def trace(prompt: str, solution: str, tool: Tool) -> list[dict[str, Any]]:
-    """Return the messages of a conversation that has the computations of a solution as calls.
+    """Return the messages of a conversation in which the computations of a solution are tool calls.
 
-    Raises `NotTraced` with the reason if the solution is not kept.
+    Raises `NotTraced` with the reason if the solution cannot be kept.
     """
     text = _NOTE.sub("", solution)
     found = list(_COMPUTATION.finditer(text))
@@ -104,7 +106,7 @@ async def trace(prompt: str, solution: str, tool: Tool) -> list[dict[str, Any]]:
 
 
 async def rewritten(
-    prompt: str, solution: str, tool: Tool, writer: Writer, seed: int = 0
+    prompt: str, solution: str, writer: Writer, seed: int = 0
 ) -> list[dict[str, Any]]:
     """Return the messages of a conversation in which a model does a solution with programs.
 
@@ -121,12 +123,13 @@ async def rewritten(
     start = 0
     for each in found:
         try:
-            answer = await tool.run(each["code"])
+            answer = await python_tool.run(each["code"])
         except ValueError:
             raise NotTraced("a program fails") from None
         if answer.split() != each["printed"].split():
             raise NotTraced("another output")
-        call = {"name": tool.name, "arguments": {"code": each["code"].rstrip()}}
+        name = TOOLS["python"].name
+        call = {"name": name, "arguments": {"code": each["code"].rstrip()}}
         before = text[start : each.start()].strip()
         messages += [
             {"role": "assistant", "content": before, "tool_calls": [{"function": call}]},
@@ -148,10 +151,11 @@ async def traces(  # noqa: PLR0913 - names of three columns, and who rewrites
     answer: str = "",
     writer: Writer | None = None,
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Return a row with `messages` for each solution that is kept, and counts of the other reasons.
+    """Return a row with `messages` for each solution that is kept, and the number of others by
+    reason.
 
     `prompt`, `solution` and `answer` are names of columns. Without `answer`, the end of a solution
-    is not compared. With a `writer`, it rewrites the solutions.
+    is not compared. With a `writer`, it rewrites the solutions for the tool `python`.
     """
 
     async def one(number: int, row: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -160,7 +164,7 @@ async def traces(  # noqa: PLR0913 - names of three columns, and who rewrites
             if answer and not numeric_answer(text, {"answer": str(row[answer])}):
                 raise NotTraced("another answer")
             if writer:
-                found = await rewritten(str(row[prompt]), text, tool, writer, number)
+                found = await rewritten(str(row[prompt]), text, writer, number)
             else:
                 found = await trace(str(row[prompt]), text, tool)
         except NotTraced as reason:

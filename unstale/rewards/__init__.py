@@ -1,7 +1,7 @@
-"""Reward functions, most with values from 0 to 1. Environments give them names and combine them.
+"""Functions that grade replies, mostly from 0 to 1. Environments combine their values to rewards.
 
-docs/rewards.md describes them. `programs.py` runs unit tests in a sandbox, and `judge.py` grades
-with a language model.
+docs/rewards.md describes them. `programs` runs unit tests in a sandbox, and `judge` grades with a
+language model.
 """
 
 import math
@@ -14,9 +14,9 @@ from unstale.envs.arithmetic import Value
 from unstale.envs.numbers import Quantity, last_number, last_quantity
 
 DEFAULT_TOLERANCE = 1e-6
-"""Relative tolerance for numbers that are not whole."""
+"""Relative difference up to which two numbers count as equal if one of them is not whole."""
 LARGEST_GAP = Fraction(1, 1000)
-"""Largest difference between a whole number and another number that count as equal, if no tolerance
+"""Largest difference up to which a whole number and another number count as equal, if no tolerance
 is given. The other number may be rounded.
 """
 _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
@@ -25,7 +25,7 @@ _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATI
 def weighted(**weights: float) -> Callable[[Mapping[str, float]], float]:
     """Return a function that computes the weighted sum of named rewards.
 
-    The function raises ValueError unless the rewards have exactly these names.
+    `weights` has the weight of each reward. The function raises ValueError for other names.
 
     >>> weighted(answer=1.0, form=0.25)({"answer": 1.0, "form": 1.0})
     1.25
@@ -54,7 +54,10 @@ def normalised(text: str) -> str:
 
 
 def exact_match(text: str, *expected: str) -> float:
-    """Return 1 if the text equals one of the expected texts, else 0. Both are normalised first.
+    """Return 1 if the text equals one of the expected texts, else 0. Both go through `normalised`
+    first.
+
+    Raises ValueError if an expected text is empty then.
 
     >>> exact_match("Paris.", "paris", "city of paris"), exact_match("not Paris", "paris")
     (1.0, 0.0)
@@ -70,10 +73,10 @@ def numeric(
 ) -> float:
     """Return 1 if the last number in the text is close enough to the expected number, else 0.
 
-    It must be within the relative or the absolute tolerance. Without tolerances, two whole numbers
-    must be equal. Other numbers may then differ by 1e-6 of the larger one, but at most by 0.001 if
-    one of them is whole. The number may be an expression, such as `3/4` or `10^6`; docs/rewards.md
-    lists the forms. `5%` is 5 or 0.05.
+    Their difference must be within the tolerance `absolute`, or within `relative` times the larger
+    one. Without tolerances, two whole numbers must be equal. Other numbers may then differ by 1e-6
+    of the larger one, but at most by 0.001 if one of them is whole. The number in the text may be
+    an expression, such as `3/4` or `10^6`; docs/rewards.md lists the forms. `5%` is 5 or 0.05.
 
     >>> numeric("9 boxes of $150 are $1,350.00.", 1350), numeric("41 or 42", 41)
     (1.0, 0.0)
@@ -90,8 +93,7 @@ def numeric(
 def _readings(quantity: Quantity, other_is_percent: bool) -> list[Value]:
     """Return the values that a number in a text can mean. `5%` can mean 5 or 0.05.
 
-    With `other_is_percent`, the number that it is compared with is a percentage, too. It can then
-    only mean 5.
+    If the number to which it is compared is a percentage too (`other_is_percent`), it only means 5.
     """
     value = quantity.value
     if isinstance(value, str | tuple) or other_is_percent or not quantity.is_percent:
@@ -116,9 +118,10 @@ def _close(value: Value, expected: Value, relative: float | None, absolute: floa
 
 
 def exact_answer(reply: str, row: Mapping[str, Any]) -> float:
-    """Return 1 if the reply equals the `answer` of the task's row, else 0. Both are normalised.
+    """Return 1 if the reply equals the `answer` of the task's row, else 0. Both go through
+    `normalised`.
 
-    This is a reward function for the environment `dataset`.
+    This is a reward function for the environment `dataset`, whose tasks are rows of a data set.
 
     >>> exact_answer("Oslo.", {"answer": "Oslo"})
     1.0
@@ -157,13 +160,13 @@ def numeric_answer(reply: str, row: Mapping[str, Any]) -> float:
 
 
 def first_error(reply: str, row: Mapping[str, Any]) -> float:
-    """Return a reward from -1 to 1 for the number of the first wrong step of a solution.
+    """Grade a reply that names the first wrong step of a solution. Return a reward from -1 to 1.
 
     This is a reward function for the environment `dataset`, to train a judge of steps (FAPO, arXiv
-    2510.22543). The row has the number `steps` of steps and `first_error`, counted from 1; 0 is a
-    solution without an error. The last number of the reply is the answer. If only one of the two is
-    0, the reward is -1. If both are 0 it is 1, otherwise 1 - |difference| / steps. A reply without
-    a whole number from 0 to `steps` gets -1.
+    2510.22543). The row has `steps`, the number of steps of the solution, and `first_error`, the
+    number of the first wrong one, from 1; 0 means that none is wrong. The reply's number is its
+    last one. If both numbers are 0, the reward is 1. If only one is 0, it is -1. Otherwise it is 1
+    - |difference| / steps. A reply without a whole number from 0 to `steps` gets -1.
 
     >>> row = {"first_error": 3, "steps": 8}
     >>> first_error("Step 5 is wrong: 5", row), first_error("No error: 0", row)
@@ -183,12 +186,12 @@ def first_error(reply: str, row: Mapping[str, Any]) -> float:
 
 
 def json_schema(text: str, schema: Mapping[str, Any]) -> float:
-    """Return 1 if the text is JSON that satisfies the schema, else 0.
+    """Return 1 if the text is JSON that satisfies a JSON Schema, else 0.
 
-    The default version is draft 2020-12. Needs the package jsonschema, in the extra `rewards`. A
-    worker process does the work: a text whose check takes more than 3 s of CPU time gets 0. No
-    schema is downloaded. Raises ValueError for an invalid schema, and for a reference to another
-    schema.
+    A schema that does not name its version is read as draft 2020-12. The package jsonschema, in the
+    extra `rewards`, does the check in a worker process. A text whose check takes more than 3 s of
+    CPU time gets 0. No schema is downloaded. Raises ValueError for an invalid schema, and for a
+    reference to another schema.
     """
     from unstale.rewards.schemas import satisfies
 

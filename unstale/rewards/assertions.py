@@ -1,7 +1,8 @@
-"""Assertions of a data set, split into a part for the tested program and one without it.
+"""Split assertions of a data set into expressions for the tested program and a check of their
+values.
 
-In `assert abs(area(2) - 12.57) < 0.01` the program evaluates `area(2)`. The rest is evaluated in a
-process without the program.
+In `assert abs(area(2) - 12.57) < 0.01`, the program's process evaluates `area(2)`. The rest is
+evaluated in a process without the program, so the program cannot manipulate it.
 """
 
 import ast
@@ -18,55 +19,53 @@ _BUILTINS = frozenset(dir(builtins))
 _ORDERINGS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DIGITS = threading.Lock()
-"""A lock that guards changes of the limit on the digits of integers, which holds for the whole
-process.
-"""
+"""A lock for changes of Python's limit on the digits of integers, which holds for all threads."""
 _RANDOM = frozenset({"random", "secrets", "uuid", "time"})
 _USE = "Put other code into a function check(f) that the test calls at its end"
 RAISED = "__raised__"
-"""Name of a function in the worker process. It returns the names of the classes of the exception
-that a call raises.
+"""Name of a function that assertions may call in the program's process. It returns the names of the
+classes of the exception that a call raises.
 """
 _SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """A test in two parts: expressions for the tested program, and a check of their values."""
+    """A test in two parts: expressions that use the tested program, and a check of their values."""
 
     questions: tuple[str, ...]
-    """Expressions that are evaluated in the process of the tested program."""
+    """Expressions that the process of the tested program evaluates."""
     check: str
-    """An expression in which `_0`, `_1`... are the values of the questions. It is evaluated in
-    another process.
+    """An expression for the values of `questions`, which it names `_0`, `_1`... Another process
+    evaluates it.
     """
     constants: tuple[str, ...]
-    """The expressions in `check` that do not depend on the program."""
+    """Expressions in `check` that are compared with the program's values."""
     imports: str
     setup: str = ""
-    """Statements that the program's process runs before the questions."""
+    """Statements that the program's process runs before it evaluates `questions`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckFunction:
-    """A test that calls its own function, such as `check`, with a function of the tested
+    """A test that calls a function of its own, such as `check`, with a function of the tested
     program.
     """
 
     source: str
-    """The source code of the test, without the final call."""
+    """The source code of the test without its final call."""
     function: str
     candidate: str
-    """The argument of the call: an expression for the program's function, such as `gcd`."""
+    """The argument of the final call: an expression for the program's function, such as `gcd`."""
 
 
 def parse_test(test: str) -> Assertion | CheckFunction:
-    """Split the text of a test into its parts.
+    """Return the parts of a test, given as Python source.
 
     A test is one or more assertions, also in a `for` loop, or a call in `try` that must raise.
     Imports, assignments and other statements may precede them. A test may also end with a call of
-    its own function. Raises ValueError for text of another form, and for a test that does not call
-    the program.
+    its own function. Raises ValueError for source of another form, and for a test that does not
+    call the program.
 
     >>> parsed = parse_test("x = 2; assert abs(area(x) - 12.57) < 0.01, 'too far'")
     >>> parsed.questions, parsed.check
@@ -128,10 +127,7 @@ def _parsed(test: str) -> Assertion | CheckFunction:
 
 
 def _statements(test: str) -> list[ast.stmt]:
-    """Return the statements of a test.
-
-    If the test is only an expression, it becomes an assertion.
-    """
+    """Return the statements of a test. A test that is only an expression becomes an assertion."""
     text = _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", test.strip())
     try:
         body = ast.parse(text).body
@@ -145,8 +141,6 @@ def _statements(test: str) -> list[ast.stmt]:
 
 
 class _Inline(ast.NodeTransformer):
-    """A transformer of syntax trees that replaces names by their values."""
-
     def __init__(self, values: dict[str, ast.expr]) -> None:
         self._values = values
 
@@ -155,7 +149,7 @@ class _Inline(ast.NodeTransformer):
 
 
 def _condition(statement: ast.stmt, split: "_Split") -> ast.expr:
-    """Return the expression that is true if a statement of a test passes."""
+    """Return an expression that is true if a statement of a test, such as an assertion, passes."""
     match statement:
         case ast.Assert(test):
             return test
@@ -179,27 +173,27 @@ def _condition(statement: ast.stmt, split: "_Split") -> ast.expr:
 
 
 def _truth(node: ast.expr) -> ast.expr:
-    """Return the expression with `not not` in front, so that its value is True or False."""
+    """Return the expression `not not node`, whose value is True or False."""
     return ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), node))
 
 
 @dataclass(slots=True)
 class _Split:
-    """A rewriter of tests. Its result needs no part of the tested program.
+    """A rewriter of tests, which separates what the tested program must evaluate.
 
-    An expression that only the program can evaluate becomes a variable. The expressions are
-    collected as questions, which the program's process answers. `known` are the names that imports
-    define.
+    Expressions that only the program can evaluate are collected in `questions`. In the test, a
+    variable replaces each of them. `known` are names that the program does not define, such as
+    those of imports.
     """
 
     known: set[str]
     questions: list[str] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
     loops: list[ast.comprehension] = field(default_factory=list)
-    """The loops around the part that is being rewritten."""
+    """The loops around the expression that is being rewritten."""
 
     def truth(self, node: ast.expr) -> ast.expr:
-        """Return a condition in which the parts for the program are replaced by variables."""
+        """Return a condition in which variables replace what the program must evaluate."""
         match node:
             case ast.BoolOp(op, values):
                 return ast.BoolOp(op, [self.truth(value) for value in values])
@@ -216,11 +210,11 @@ class _Split:
         return self._parts(node)
 
     def _comparison(self, node: ast.Compare) -> ast.expr:
-        """Return a comparison in which the parts for the program are replaced by variables.
+        """Return a comparison in which variables replace what the program must evaluate.
 
-        The program evaluates a side of an equality as a whole. Of an inequality, and of a side with
-        a comparison in it, it evaluates only its own values: it could redefine `abs` or `__eq__`
-        otherwise.
+        The program evaluates a side of an equality as a whole. In inequalities, and in sides that
+        have a comparison in them, it evaluates only its own functions and values, because it could
+        redefine `abs` or `__eq__`.
         """
         sides = [node.left, *node.comparators]
         uses = [self._uses(side) for side in sides]
@@ -245,7 +239,9 @@ class _Split:
         return ast.Compare(checked[0], node.ops, checked[1:])
 
     def _parts(self, node: ast.expr) -> ast.expr:
-        """Return an expression in which variables replace the smallest parts for the program."""
+        """Return an expression in which variables replace its smallest parts that use the
+        program.
+        """
         if self._is_program(node):
             return self._ask(node)
         if not self._uses(node):
@@ -266,9 +262,9 @@ class _Split:
         return node
 
     def _scope(self, node: ast.expr) -> ast.expr:
-        """Return a comprehension whose first source, or elements, are replaced by variables.
+        """Return a comprehension in which variables replace its first iterable, or its elements.
 
-        Raises ValueError if another part of it, or a lambda, calls the program.
+        Raises ValueError for a lambda, or if another part of the comprehension uses the program.
         """
         if not isinstance(node, ast.Lambda):
             first = node.generators[0]  # type: ignore[attr-defined]
@@ -291,7 +287,7 @@ class _Split:
         return ast.parse(f"{values.id}.pop(0)", mode="eval").body
 
     def ask(self, question: str) -> ast.Name:
-        """Add an expression to the questions. Return the variable for its value."""
+        """Add an expression to `questions`. Return the variable that replaces it."""
         name = f"_{len(self.questions)}"
         self.questions.append(question)
         self.known.add(name)

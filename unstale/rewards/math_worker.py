@@ -1,10 +1,10 @@
 """The program of a worker process that compares mathematical answers with math-verify.
 
-`unstale.rewards.mathematics` starts it. Each line of its input is a JSON list of the expected
-answer and the reply. It prints `read` once it has read the expected answer, and then 1 or 0; or
-`unreadable` if it cannot read it. Some expressions take hours (9^9^9^9), and Python cannot
-interrupt arithmetic of large numbers. So the kernel ends the process if one task takes too much
-CPU time, and refuses memory above the limit.
+`unstale.rewards.mathematics` starts it. Each line of its input is a JSON list: expected answer,
+reply. For each, it prints `read` once it has read the expected answer, and then 1 or 0. If it
+cannot read the expected answer, it prints `unreadable`. Some expressions take hours (9^9^9^9), and
+Python cannot interrupt arithmetic of large numbers. So the kernel ends the process if one line
+takes too much CPU time, and refuses memory above the limit.
 """
 
 import json
@@ -18,21 +18,24 @@ from typing import Any
 
 _DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-"""Pattern of a word in a text. Commands of LaTeX do not match."""
+"""Pattern of a word in a text, which a LaTeX command does not match."""
 
 
 def read_expected(verify: Any, text: str) -> list[Any]:
-    """Return the expressions in an expected answer, which is LaTeX with or without delimiters.
+    """Return the expressions in an expected answer. It is LaTeX, with or without delimiters.
 
-    Only the text after the last `####` counts, as in GSM8K. An empty list means that there are
-    none.
+    `verify` is the module math_verify. Only the text after the last `####` counts, as in GSM8K.
+    Empty if no expression is found.
     """
     text = last_box(text.rpartition("####")[2].replace(r"\$", "").strip())
     return _formula(verify, text) or list(verify.parse(text, parsing_timeout=None))
 
 
 def read_reply(verify: Any, text: str) -> list[Any]:
-    """Return the expressions that may be the answer of a reply."""
+    """Return the expressions in a reply that may be its answer.
+
+    `verify` is the module math_verify.
+    """
     text = last_box(text.replace(r"\$", ""))
     is_formula = ("\\" in text or "^" in text) and not _WORD.search(text)
     found = _formula(verify, text) if is_formula else []
@@ -40,7 +43,7 @@ def read_reply(verify: Any, text: str) -> list[Any]:
 
 
 def last_box(text: str) -> str:
-    r"""Return the last `\boxed{}` of a text, between `$`, or the text if it has none.
+    r"""Return the last `\boxed{}` of a text, between `$`. Return the text itself if it has none.
 
     >>> last_box(r"not \boxed{1}, but \boxed{\frac{1}{2}}, as {x} shows")
     '$\\boxed{\\frac{1}{2}}$'
@@ -55,7 +58,7 @@ def last_box(text: str) -> str:
 
 
 def _formula(verify: Any, text: str) -> list[Any]:
-    """Return the expressions in LaTeX text without delimiters. Empty if it has delimiters."""
+    """Return the expressions in LaTeX without delimiters. Empty if the text has delimiters."""
     if any(mark in text for mark in _DELIMITERS):
         return []
     latex = [verify.LatexExtractionConfig()]
@@ -63,9 +66,9 @@ def _formula(verify: Any, text: str) -> list[Any]:
 
 
 def main(cpu_s: float, memory_mb: int) -> None:
-    """Answer the lines of standard input until it ends.
+    """Answer each line of standard input until it ends.
 
-    `cpu_s` limits the CPU seconds of a task, and `memory_mb` the memory of this process.
+    `cpu_s` limits the CPU seconds for a line, and `memory_mb` the memory of this process in MB.
     """
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the library prints

@@ -1,8 +1,8 @@
-"""A reward for mathematical answers, computed by the library math-verify.
+"""A reward for mathematical answers, which the library math-verify compares.
 
-The library limits its own time by signals, which work in a main thread only, and reward functions
-run in other threads. So it runs in worker processes, without its own limits. A worker that computes
-or allocates too much is ended by the kernel.
+The library limits its own time by signals, which work only in a main thread, but reward functions
+run in other threads. So it runs in worker processes without its own limits. The kernel ends a
+worker that takes too much CPU time, and refuses it memory above a limit.
 """
 
 from collections.abc import Mapping

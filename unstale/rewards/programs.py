@@ -1,8 +1,8 @@
 """A reward for programs: the share of unit tests that they pass in a sandbox.
 
-The expected values are never passed to the program. It returns its answers as data, which are
-compared elsewhere. So a program cannot change its grade by printing, patching or exiting. Every
-test runs in a new process.
+The program never gets the expected values. It returns its answers as data, which another process
+compares. So a program cannot change its grade by printing, patching or exiting. Every test runs in
+a new process.
 """
 
 import json
@@ -15,15 +15,16 @@ from unstale.envs import EnvError, sandbox
 from unstale.rewards.assertions import Assertion, CheckFunction, parse_test
 
 LIMITS = sandbox.Limits(seconds=5.0, memory_mb=512, file_mb=1, processes=4, output_kb=64)
-"""Limits of each test. The limit on the output grows with the expected output."""
+"""Default limits of the sandbox for each test.
+
+The limit on output grows with the expected output.
+"""
 
 ANSWER_LIMITS = replace(LIMITS, output_kb=4096, file_mb=8)
-"""Limits for evaluating an assertion, whose values may be long. Their length is not known in
-advance.
-"""
+"""Limits of the sandbox for evaluating an assertion, whose values may have any length."""
 _MAX_ROUNDS = 64
-"""Largest number of times that a check function is called. Twice suffices, unless its calls of the
-program depend on answers.
+"""Largest number of times that a test's own check function is called. Two are enough unless it
+calls the program with arguments that depend on the program's answers.
 """
 _WORKER = Path(__file__).with_name("unit_test_worker.py").read_text("utf-8")
 
@@ -70,7 +71,7 @@ async def unit_tests(
 
 
 def _check_output(test: tuple[str, str], limits: sandbox.Limits | None) -> tuple[str, str]:
-    """Check a pair of input and expected output, and return it.
+    """Return a pair of input and expected output, with line ends as the program gets them.
 
     Raises ValueError if no program can write this output.
     """
@@ -92,9 +93,10 @@ async def _answers(
     tests: Sequence[Assertion | CheckFunction | tuple[str, str]],
     limits: sandbox.Limits | None,
 ) -> list[str | None]:
-    """Return the output of the program in each test.
+    """Return what the program printed in each test. None if it failed.
 
-    None if it fails, and for all tests after a time-out.
+    After a time-out, no further test is run. Tests that are not run, and tests with a
+    `CheckFunction`, get None, too.
     """
     answers: list[str | None] = [None] * len(tests)
     for number, test in enumerate(tests):
@@ -121,8 +123,8 @@ async def _answers(
 async def _evaluate(
     program: str, imports: str, setup: str, questions: Sequence[str], limits: sandbox.Limits | None
 ) -> sandbox.ProgramResult:
-    """Evaluate `questions` (expressions) in the module of the program, after `imports` and
-    `setup`.
+    """Run the program as a module, then `imports` and `setup`, and print the values of
+    `questions`.
     """
     return await sandbox.run(
         [sys.executable, "-s", "-c", _WORKER, "ask"],
@@ -136,11 +138,11 @@ async def _evaluate(
 async def _call_check(
     program: str, test: CheckFunction, limits: sandbox.Limits | None
 ) -> bool | str:
-    """Run a check function. Return True if it passes, False if it fails.
+    """Run a test's own check function. Return True if it passes, False if it fails.
 
-    Return a text if no program can pass it. The function is called where the program does not run,
-    with random numbers of the same seed each time. The program then answers the calls that the
-    function makes, until none is new. After `_MAX_ROUNDS` calls it does not pass.
+    Return an error text if no program can pass it. The function runs in a process without the
+    program. Its calls of the program are collected and answered in the program's process. It is
+    then called again with these answers, until it makes no new calls, at most `_MAX_ROUNDS` times.
     """
     calls: list[str] = []
     values = ""
@@ -168,7 +170,7 @@ async def _call_check(
 
 
 def _for_output(expected: str) -> sandbox.Limits:
-    """Return limits with which the program can write twice the expected output."""
+    """Return limits that let the program write at least twice the expected output."""
     size_kb = len(expected.encode()) >> 10
     return replace(
         LIMITS,
@@ -178,10 +180,10 @@ def _for_output(expected: str) -> sandbox.Limits:
 
 
 async def _check(tests: Sequence[tuple[Assertion, str | None]], room: int) -> list[bool | str]:
-    """Evaluate assertions for the program's answers, in a process without the program.
+    """Evaluate the checks of assertions, in a process without the program.
 
-    Return for each True if it holds, and False if it does not. A text means that no program can
-    pass it. An answer has less than `room` bytes.
+    Each assertion has the program's answer, or None. Return True if it holds, False if not, and an
+    error text if no program can pass it. A program's answer has less than `room` bytes.
     """
     rows = [
         {

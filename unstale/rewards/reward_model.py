@@ -1,8 +1,8 @@
-"""A reward model: an `AutoModelForSequenceClassification` in a separate process.
+"""A reward model, an `AutoModelForSequenceClassification`, in a separate process.
 
-Episodes wait for their scores while others run. All conversations that are waiting when the process
-becomes free are scored together. The name of the reward has the checksum of the model, so the
-journal shows for every episode which version of which model gave it.
+An episode waits for its score while others run. All conversations that wait when the process
+becomes free are scored together. The reward's name has the model's checksum, so the journal shows
+for every episode which version of the model gave its reward.
 """
 
 import asyncio
@@ -29,16 +29,18 @@ _CONCERNS = "ForSequenceClassification"
 class RewardModel:
     """A model that scores conversations. Its method `reward` is a reward function for `dataset`.
 
-    The score is the model's own number, which has no fixed range. The process starts with the first
-    conversation, and ends with this process or with `close`.
+    The score is the model's own number, which has no fixed range. The process with the model starts
+    with the first conversation, and ends with this process or with `close`.
     """
 
     def __init__(
         self, folder: Path | str, *, prompt_column: str = "prompt", largest_batch: int = 16
     ) -> None:
-        """Check the model folder. At most `largest_batch` conversations are scored in one pass.
+        """Check the model folder. The model is loaded later.
 
-        Raises `ConfigError` if it is not the folder of a sequence-classification model.
+        `prompt_column` is the column of a row that has the prompt. At most `largest_batch`
+        conversations are scored in one forward pass. Raises `ConfigError` if the folder has no
+        sequence-classification model.
         """
         self.folder = Path(folder)
         self._column = prompt_column
@@ -51,18 +53,20 @@ class RewardModel:
         self.version = ""
         """Checksum of the model's files, in hexadecimal. Empty before the first score."""
         self.batches: list[int] = []
-        """The number of conversations in each pass so far."""
+        """The number of conversations in each forward pass so far."""
         _MODELS.add(self)
 
     async def reward(self, reply: str, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the score of a reply to the row's prompt, named by the model and its version."""
+        """Return the score of a reply to the row's prompt, under the name `MODEL@VERSION` of the
+        model.
+        """
         prompt = row[self._column]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         score = await self.score([*messages, {"role": "assistant", "content": reply}])
         return {f"{self.folder.name}@{self.version}": score}
 
     async def score(self, messages: Messages) -> float:
-        """Return the score of a conversation. The last message is the one to be scored.
+        """Return the score of the last message of a conversation.
 
         Raises `EnvError` if the process cannot load the model, has ended, or cannot score this
         conversation.
@@ -76,7 +80,7 @@ class RewardModel:
         return await asyncio.wrap_future(found)
 
     def close(self) -> None:
-        """End the process. Conversations that wait for a score get an `EnvError`."""
+        """End the process of the model. Conversations that wait for a score get an `EnvError`."""
         with self._lock:
             thread, self._thread = self._thread, None
             if self._process:
@@ -105,9 +109,8 @@ class RewardModel:
                     found.set_result(float(answer))
 
     def _start(self) -> str:
-        """Start the process, and wait until the model is loaded.
-
-        Return an error text, or "" on success.
+        """Start the process and wait until the model is loaded. Return an error text, or "" on
+        success.
         """
         self._process = subprocess.Popen(
             [sys.executable, "-m", "unstale.rewards.reward_model_worker", str(self.folder)],
@@ -123,9 +126,10 @@ class RewardModel:
         return str(loaded.get("error", ""))
 
     def _next_batch(self) -> list[tuple[Messages, Future[float]]] | None:
-        """Wait for a conversation.
+        """Return the waiting conversations, at most `largest_batch`, with the futures of their
+        scores.
 
-        Return all that are waiting, as a batch, or None after `close`.
+        Blocks until there is one. None after `close`.
         """
         batch = []
         item = self._waiting.get()
@@ -143,7 +147,7 @@ class RewardModel:
         return None
 
     def _ask(self, conversations: Sequence[Messages]) -> list[Any]:
-        """Send conversations to the process and return its answers.
+        """Send conversations to the process. Return a score or an error text for each.
 
         Empty if the process has ended.
         """

@@ -1,9 +1,9 @@
-"""The program of the process of a reward model. `unstale.rewards.reward_model` starts it.
+"""The program of a reward model's process, which `unstale.rewards.reward_model` starts.
 
     python -m unstale.rewards.reward_model_worker FOLDER
 
-It prints a line of JSON when the model is loaded, and one for each line that it reads: a list of
-conversations, answered by a list of scores or of texts of errors, one for each conversation.
+It prints a line of JSON when the model is loaded. Then each line of its input is a list of
+conversations. It prints a list with a score or an error text for each of them.
 """
 
 import json
@@ -24,10 +24,10 @@ Messages = Sequence[dict[str, str]]
 
 
 class Scorer:
-    """A sequence-classification model with one label, and its tokenizer."""
+    """A sequence-classification model that returns one number, and its tokenizer."""
 
     def __init__(self, folder: Path) -> None:
-        """Load the model. Raises ValueError if the model does not return a single number."""
+        """Load the model from a folder. Raises ValueError if it does not return a single number."""
         # No code of the folder is run: no other model class, and no pickle.
         self._tokenizer: Any = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -46,10 +46,10 @@ class Scorer:
         self._pad = pad if pad == text.pad_token_id else None
 
     def scores(self, conversations: Sequence[Messages]) -> list[float | str]:
-        """Return the score of each conversation, or the text of an error.
+        """Return the score, or an error text, of each conversation.
 
-        If model and tokenizer do not agree on a padding token, each conversation has a pass of its
-        own.
+        If model and tokenizer do not have the same padding token, conversations are scored one at a
+        time.
         """
         encoded = [self._encode(each) for each in conversations]
         found: list[float | str] = ["" if isinstance(each, list) else each for each in encoded]
@@ -61,7 +61,9 @@ class Scorer:
         return found
 
     def _encode(self, messages: Messages) -> list[int] | str:
-        """Return the tokens of a conversation, or an error text if there are too many."""
+        """Return the tokens of a conversation, or an error text if the model cannot take so
+        many.
+        """
         if self._tokenizer.chat_template:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
             tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -100,7 +102,7 @@ def version_of(folder: Path) -> str:
 
 
 def main(folder: Path) -> None:
-    """Answer the lines of the standard input until it ends."""
+    """Answer each line of standard input until it ends. `folder` is that of the model."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the libraries print
     try:

@@ -1,9 +1,9 @@
 """The program of a worker process that checks texts against JSON Schemas with jsonschema.
 
-`unstale.rewards.schemas` starts it. Each line of its input is a JSON list of the text and the
-schema. It prints `read` once the schema is known to be valid, and then 1 or 0. Instead of either
-line, it prints the error in the schema. A schema of 1 kB may take 4^12 evaluations, and a pattern
-may take hours. So the kernel ends the process if one task takes too much CPU time.
+`unstale.rewards.schemas` starts it. Each line of its input is a JSON list: text, schema. For each,
+it prints `read` once the schema is known to be valid, and then 1 or 0. If the schema has an error,
+it prints the error instead. A schema of 1 kB may take 4^12 evaluations, and a pattern may take
+hours. So the kernel ends the process if one line takes too much CPU time.
 """
 
 import json
@@ -45,7 +45,7 @@ def is_valid(text: str, validator: Any) -> bool:
 
 
 def answers(text: str, schema: Any) -> Iterator[str]:
-    """Yield the lines to be printed for a text and a schema, each as soon as it is known."""
+    """Yield the lines that are printed for a text and a schema, each as soon as it is known."""
     try:
         validator = read_schema(schema)
         yield "read"
@@ -57,7 +57,10 @@ def answers(text: str, schema: Any) -> Iterator[str]:
 
 
 def main(cpu_s: float, memory_mb: int) -> None:
-    """Answer the lines of the standard input until it ends."""
+    """Answer each line of standard input until it ends.
+
+    `cpu_s` limits the CPU seconds for a line, and `memory_mb` the memory of this process in MB.
+    """
     import jsonschema  # noqa: F401 - before memory is limited
 
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))

@@ -1,4 +1,4 @@
-"""The check of texts against JSON Schemas, in worker processes with a limit on CPU time."""
+"""Check texts against JSON Schemas, in worker processes with a limit on CPU time."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,9 @@ _POOL = workers.WorkerPool("schema_worker.py")
 def satisfies(text: str, schema: Mapping[str, Any]) -> bool | None:
     """Return True if the text is JSON that satisfies the schema, else False.
 
-    None if it takes too long. Blocks until a worker has answered, so do not call it on an event
-    loop. Raises ValueError for an invalid schema, for a reference to another schema, and for a
-    schema that takes too long itself.
+    None if the check takes too long. Blocks until a worker process has answered, so do not call it
+    on an event loop. Raises ValueError for an invalid schema, for a reference to another schema,
+    and for a schema that itself takes too long to read.
     """
     import jsonschema  # noqa: F401 - its absence is reported here, and not in the worker
 

@@ -1,9 +1,9 @@
-"""The program that evaluates unit tests inside the sandbox, in two kinds of processes.
+"""The program that evaluates unit tests inside the sandbox.
 
-`unstale.rewards.programs` runs this source. With an argument, it evaluates the expressions in the
-standard input in the module of the tested program, and prints their values. Without one, it
-evaluates the assertions in the standard input with such values, where the program does not run. A
-value is printed as JSON, so it cannot be an object of the program.
+`unstale.rewards.programs` runs its source in two kinds of processes. With an argument, it reads
+expressions from standard input, evaluates them in the module of the tested program, and prints
+their values. Without one, it reads tests with such values and evaluates them, where the tested
+program does not run. Values are printed as JSON, so none can be an object of the program.
 """
 
 import ast
@@ -44,15 +44,15 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     "object": lambda name: object(),
     "ellipsis": lambda name: ...,
 }
-"""Functions that create a value from its parts in JSON, by the kind of the value. Kinds that JSON
-has itself are left out.
+"""Functions that create a value from its packed form, by the kind of the value. Kinds that JSON has
+itself are left out.
 """
 
 
 def pack(value: Any) -> Any:
-    """Return a value in a form that JSON can express.
+    """Return a value in a form that JSON can express, from which `unpack` restores it.
 
-    Subclasses become the plain type. A value of an unknown type is not kept: it becomes a plain
+    A value of a subclass becomes one of the plain type. A value of an unknown type becomes a plain
     `object`.
     """
     if value is None or isinstance(value, (bool, str)):
@@ -92,9 +92,10 @@ def pack(value: Any) -> Any:
 
 
 def unpack(text: str, *, as_floats: bool = False) -> Any:
-    """Return the value from which `pack` made a text. Raises ValueError for any other text.
+    """Return the value from whose packed form JSON made a text. Raises ValueError for any other
+    text.
 
-    With `as_floats`, a Fraction and a Decimal become floats.
+    With `as_floats`, fractions and decimals become floats.
 
     >>> unpack(json.dumps(pack({"a": [float("inf"), {frozenset()}, fractions.Fraction(1, 3)]})))
     {'a': [inf, {frozenset()}, Fraction(1, 3)]}
@@ -109,9 +110,9 @@ def unpack(text: str, *, as_floats: bool = False) -> Any:
 
 
 def raised(call: Callable[[], Any]) -> set[str]:
-    """Return the class names of the exception that a call raises, base classes included.
+    """Return the names of the class, and its base classes, of the exception that a call raises.
 
-    Empty without one.
+    Empty if it raises none.
     """
     try:
         call()
@@ -121,9 +122,9 @@ def raised(call: Callable[[], Any]) -> set[str]:
 
 
 def answer_calls(function: Callable[..., Any], calls: list[str]) -> list[Any]:
-    """Call a function with the arguments of each of `calls`, which are packed as text.
+    """Call `function` once for each of `calls`, whose arguments are packed as text.
 
-    Return, for each call, its value in a tuple, or the class names of its exception in a list.
+    Return, for each call, its value in a tuple, or in a list the class names of its exception.
     """
     answers: list[Any] = []
     limit = sys.get_int_max_str_digits()
@@ -143,7 +144,10 @@ def answer_calls(function: Callable[..., Any], calls: list[str]) -> list[Any]:
 
 
 def evaluate(imports: str, setup: str, *expressions: str) -> None:
-    """Run `program.py` as a module, and print the values of `expressions` in it as a last line."""
+    """Run `program.py` as a module and print, as the last line, the values of `expressions` in it.
+
+    `imports` and `setup` are statements that the expressions need.
+    """
     answer = os.dup(1)  # the program may close its own
     program = sys.modules["program"] = types.ModuleType("program")
     with open("program.py", "rb") as file:
@@ -165,10 +169,10 @@ def evaluate(imports: str, setup: str, *expressions: str) -> None:
 
 
 def check(test: dict[str, Any]) -> bool | str:
-    """Return True if an assertion holds for its values, else False.
+    """Return True if an assertion holds for the program's values, else False.
 
-    Return a text about an error in the test itself. Without values, or if they cannot be compared,
-    return False.
+    False if values are missing or cannot be compared. An error in the test itself is returned as
+    text.
     """
     names: dict[str, Any] = {}
     try:
@@ -193,7 +197,7 @@ def check(test: dict[str, Any]) -> bool | str:
 
 
 class _Lenient(ast.NodeTransformer):
-    """A transformer with which a test continues after a failed assertion if answers are missing."""
+    """A transformer that lets a test continue after a failed assertion if answers are missing."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         kind = ast.Name("Exception", ast.Load())
@@ -204,10 +208,11 @@ _FAILED = ast.parse("_failed_()").body
 
 
 def replay(test: dict[str, Any]) -> bool | str | list[str]:
-    """Call the test's function. Calls of the program that it makes get the known answers.
+    """Call a test's own check function, with known answers of the program to the calls that it
+    makes.
 
-    Return True or False if it passes or fails, a text about an error in the test itself, or, if
-    answers are missing, all calls. A `MagicMock` takes the place of a missing answer.
+    Return True if it passes and False if it fails. An error in the test itself is returned as text.
+    If an answer is missing, a `MagicMock` takes its place, and the list of all calls is returned.
     """
     if not test["calls"]:
         first, again = _Replay([], ()), _Replay([], ())
@@ -222,7 +227,9 @@ def replay(test: dict[str, Any]) -> bool | str | list[str]:
 
 
 class _Replay:
-    """The calls of the program that a test makes, with known answers to the first ones."""
+    """The calls of the program that a check function makes. The answers to the first ones are
+    known.
+    """
 
     def __init__(self, known: list[str], answers: tuple[Any, ...]) -> None:
         self.calls: list[str] = []

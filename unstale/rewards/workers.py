@@ -1,7 +1,7 @@
-"""Worker processes that grade replies with limits on CPU time and memory.
+"""Worker processes that grade replies, with limits on CPU time and memory.
 
-Some answers take hours to compare, and Python can interrupt neither arithmetic of large numbers nor
-most libraries. So they run in processes, which the kernel ends.
+Some answers take hours to compare. Python can interrupt neither arithmetic of large numbers nor
+most libraries, but the kernel can end a process.
 """
 
 import atexit
@@ -20,19 +20,22 @@ from typing import Any
 from unstale.envs import EnvError
 
 CPU_S = 3.0
-"""CPU seconds that grading one reply may take. An ordinary reply takes 0.01."""
+"""CPU seconds that a worker may take for one reply. An ordinary reply takes 0.01."""
 WALL_S = 60.0
-"""Seconds without an answer after which a worker is treated as frozen. Even on a busy machine, a
-working one has used its `CPU_S` seconds of processor time by then and was ended for that.
+"""Seconds without an answer after which a worker counts as frozen. Even on a busy machine, a worker
+that computes has used up `CPU_S` by then, and the kernel has ended it.
 """
 MEMORY_MB = 1024
-"""Address space of a worker in MB. It uses 150 MB of it after its start."""
+"""Largest address space of a worker in MB. After its start, it uses 150 MB."""
 WORKERS = min(4, os.cpu_count() or 1)
-"""Number of replies that one pool grades at the same time."""
+"""Largest number of replies that one pool grades at the same time."""
 
 
 class Worker:
-    """A process of a program that reads a line of JSON for each task and prints lines of text."""
+    """A process that reads a line of JSON for each task and prints lines of text.
+
+    `program` is the name of its source file in this folder.
+    """
 
     is_closed = False
 
@@ -48,7 +51,7 @@ class Worker:
         )
 
     def send(self, task: Any) -> None:
-        """Send a task to the process. If it has ended, the next `line` is empty."""
+        """Send a task to the process. If the process has ended, the next `line` is empty."""
         data = memoryview(json.dumps(task).encode() + b"\n")
         assert self._process.stdin
         with suppress(BrokenPipeError):  # the process has ended
@@ -56,10 +59,10 @@ class Worker:
                 data = data[self._process.stdin.write(data) :]
 
     def line(self) -> bytes:
-        """Return the next line that the process prints, or an empty one if the process has ended.
+        """Return the next line that the process prints. Empty if the process has ended, which
+        closes this.
 
-        A process that has ended is closed. Raises `EnvError` if it does not answer within `WALL_S`
-        seconds.
+        Raises `EnvError` if the process prints nothing for `WALL_S` seconds.
         """
         assert self._process.stdout
         line = b""
@@ -83,9 +86,7 @@ class Worker:
 
 
 class WorkerPool:
-    """A pool of at most `WORKERS` processes of one program, which are started when they are
-    needed.
-    """
+    """A pool of at most `WORKERS` processes of one program, which are started when needed."""
 
     def __init__(self, program: str) -> None:
         self._program = program
@@ -97,8 +98,8 @@ class WorkerPool:
     def worker(self) -> Iterator[Worker]:
         """Wait for an idle process. Return a context in which it works on one task.
 
-        If the context's body fails or closes the process, another one replaces it, because an
-        unread answer would be taken for that of the next task.
+        If the context's body fails or closes the process, the process is replaced, because the next
+        task could otherwise read its old answer.
         """
         worker, is_done = self._idle.get(), False
         try:
@@ -111,18 +112,16 @@ class WorkerPool:
             self._idle.put(None if worker is None or worker.is_closed else worker)
 
     def renew(self) -> None:
-        """Drop the processes without ending them.
-
-        Called in a forked child, because they belong to the parent.
+        """Forget the processes without ending them. A forked child calls this, as its parent owns
+        them.
         """
         self._idle = LifoQueue()
         for _ in range(WORKERS):
             self._idle.put(None)
 
     def close(self) -> None:
-        """Kill the idle processes.
-
-        Busy ones end after their current task, because their input ends.
+        """Kill the idle processes. Busy ones end after their current task, because their input
+        ends.
         """
         with suppress(Empty):
             while True:

@@ -44,14 +44,22 @@ _TOWER: Mapping[str, Any] = {
 }
 _QWEN_TOWER = {**_TOWER, "num_heads": 2, "depth": 2, "out_hidden_size": 64}
 _SIGLIP = {**_TOWER, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
+_FIRST_QWEN = {**_TOWER, "num_heads": 2, "depth": 2, "embed_dim": 32, "mlp_ratio": 1}
 TOWERS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {**_FIRST_QWEN, "hidden_size": 64},
     "qwen2_5_vl": {**_QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3_vl": {**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     "smolvlm": _SIGLIP,
     "idefics3": _SIGLIP,
 }
 """The sizes of the vision tower of each type of small model."""
-NAMES: Mapping[str, str] = {"Qwen3-VL": "qwen3_vl", "SmolVLM": "smolvlm"}
+NAMES: Mapping[str, str] = {
+    "Qwen2-VL": "qwen2_vl",
+    "Qwen2.5-VL": "qwen2_5_vl",
+    "Qwen3-VL": "qwen3_vl",
+    "SmolVLM": "smolvlm",
+    "Idefics3": "idefics3",
+}
 """The types of the vision-language models that docs/models.md names."""
 _TEMPLATE = """{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
 {%- if message['content'] is string %}{{ message['content'] }}

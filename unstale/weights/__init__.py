@@ -1,1 +1,1 @@
-"""Weights of several versions: how they are stored, compressed and published to the engines."""
+"""Weights of several versions: their storage, compression, and publication to the engines."""

@@ -6,8 +6,8 @@ A checksum of weights is text that begins with its kind:
     sum64:...   a sum over all words of 64 bits, which a GPU computes: for weights in its memory
     xxh3:...    XXH3 with 64 bits, which reads the bytes in order: for files
 
-Earlier releases wrote an XXH3 for weights, or a CRC-32, as a number. Every kind can be checked on
-every device.
+Checksums of earlier releases can also be checked: an XXH3 of weights, and a CRC-32, which is a
+number. Every kind can be checked on every device.
 """
 
 import re
@@ -34,8 +34,8 @@ or a CRC-32 as a number.
 """
 
 MIN_SHARED_BYTES = 1 << 25
-"""Smallest total size in bytes for which `in_threads` starts threads. Fewer bytes are processed in
-less time than threads take to start.
+"""Smallest number of bytes for which `in_threads` starts threads. Fewer bytes are processed in less
+time than threads take to start.
 """
 _KINDS = re.compile("(tensors|xxh3|sum64):[0-9a-f]{16}")
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,7 +45,7 @@ _WORD_BYTES = 8
 
 
 def words(tensor: Tensor) -> Tensor:
-    """Return a tensor's bits as integers of the same element size, in the same memory."""
+    """Return a tensor's elements as integers of the same size, in the same memory."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -60,10 +60,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int]) -> list[R]:
     """Call a function with each item. Return the results in the order of the items.
 
-    `sizes` has the bytes of each item. If they are less than `MIN_SHARED_BYTES` in all, the calls
-    run in the caller's thread. Otherwise they run on as many threads as torch has, or on half of
-    the processor's cores if these are more, because processes that compute little give torch one
-    thread. The threads have the caller's GPU stream, and torch's default modes.
+    `sizes` has the number of bytes of each item. If their sum is below `MIN_SHARED_BYTES`, the
+    calls run in the caller's thread. Otherwise they run on as many threads as torch has, or on half
+    of the processor's cores if these are more: processes that compute little give torch only one
+    thread. The threads have the caller's GPU stream, but not its torch modes, such as `no_grad`.
     """
     threads = max(torch.get_num_threads(), cores() // 2)
     if min(threads, len(items)) <= 1 or sum(sizes) < MIN_SHARED_BYTES:
@@ -80,10 +80,10 @@ def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int])
 
 
 def on_side_stream(call: Callable[[], R], device: torch.device) -> Callable[[], R]:
-    """Return a function that makes the call on a separate GPU stream, for use in another thread.
+    """Return a function that calls `call` on a separate GPU stream, for use in another thread.
 
-    The function begins when the caller's stream has done its present work, and returns when the
-    separate stream has. For a device other than a GPU, `call` itself is returned.
+    It begins when the work that the caller's stream now has is done, and returns when the separate
+    stream is done. For a device other than a GPU, `call` itself is returned.
     """
     if device.type != "cuda":
         return call
@@ -100,9 +100,9 @@ def on_side_stream(call: Callable[[], R], device: torch.device) -> Callable[[], 
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return the checksum of the bits of all tensors, in the order of their names.
+    """Return the checksum of the bits of all tensors, taken in the order of their names.
 
-    The kind is `sum64` if all tensors are on a GPU, else `tensors`.
+    Its kind is `sum64` if all tensors are on a GPU, else `tensors`.
     """
     ordered = [tensors[name] for name in sorted(tensors)]
     if ordered and all(tensor.is_cuda for tensor in ordered):
@@ -119,7 +119,7 @@ def _of_tensors(tensors: Sequence[Tensor]) -> str:
 
 
 def has_checksum(tensors: Mapping[str, Tensor], recorded: Checksum) -> bool:
-    """Return True if the checksum of the tensors equals a recorded one.
+    """Return True if the checksum of the tensors equals `recorded`, whatever kind that is.
 
     Raises ValueError for an unknown kind of checksum.
     """
@@ -132,7 +132,7 @@ def has_checksum(tensors: Mapping[str, Tensor], recorded: Checksum) -> bool:
 
 
 def xxh3(parts: Iterable[Bytes]) -> str:
-    """Return the XXH3 (64 bits) of the joined parts, as `xxh3:` and 16 hexadecimal digits."""
+    """Return the XXH3 (64 bits) of bytes given in parts, as `xxh3:` and 16 hexadecimal digits."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -140,10 +140,10 @@ def xxh3(parts: Iterable[Bytes]) -> str:
 
 
 def sum64(tensors: Sequence[Tensor]) -> str:
-    """Return the sum of all 64-bit words, each mixed with its position, modulo 2^64.
+    """Return the checksum `sum64`: the sum of all 64-bit words, each mixed with its position.
 
-    The bytes of each tensor are padded with zeros to whole words of 64 bits. The sum of the first
-    `n` words does not depend on the order in which they are added, so any device can compute it.
+    The sum is modulo 2^64. The bytes of each tensor are padded with zeros to whole words. The words
+    can be added in any order, so any device can compute the sum in parallel.
     """
     if all(tensor.is_cpu for tensor in tensors):
         sizes = [tensor.nbytes for tensor in tensors]
@@ -183,7 +183,7 @@ def _lanes_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _in_groups(parts: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors, where small ones on a GPU that follow each other are joined.
+    """Yield the tensors, with small successive tensors on a GPU joined into one.
 
     Each GPU operation has a fixed cost, so fewer and larger tensors take less time.
     """
@@ -219,7 +219,7 @@ def check_kind(recorded: object) -> None:
 def checksum_like(recorded: object, parts: Iterable[Bytes]) -> Checksum:
     """Return the checksum of a file's bytes, of the same kind as the checksum `recorded`.
 
-    The bytes are given in parts. The kind is CRC-32 if `recorded` is a number, else XXH3. Raises
+    `parts` has the bytes in order. The kind is CRC-32 if `recorded` is a number, else XXH3. Raises
     ValueError for an unknown kind.
     """
     check_kind(recorded)

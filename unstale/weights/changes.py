@@ -1,7 +1,9 @@
-"""Find the elements that differ between two tensors, compared as integers (words), and sum words.
+"""Find the elements that differ between two versions of a tensor, and apply such differences.
 
-Compiled code (`changes.c`) does this in one pass. Without a C compiler, NumPy is used after a
-warning, several times slower, with the same result.
+Elements are compared as integers, called words. A gap is the number of unchanged words before a
+changed one. A byte plane has one byte of each word. Compiled code (`changes.c`) does the work in
+one pass. Without a C compiler, NumPy does it after a warning, several times slower, with the same
+result.
 """
 
 import ctypes
@@ -22,37 +24,39 @@ from unstale.native import NotCompiled, compile_library
 
 SOURCE = Path(__file__).with_name("changes.c")
 ESCAPE = 255
-"""The byte that marks a continued number: 255 is added to the number in the next byte. Gaps (the
-numbers of unchanged words before each changed word) are written this way.
+"""The byte that begins a large gap. A gap is the number of unchanged words before a changed one.
+Gaps below 255 are one byte. A byte of 255 means that 255 is added to the number in the next byte.
 """
 
 MAX_SUM_WORDS = 1 << 24
-"""Largest number of words that torch mixes at once for a sum. Mixing takes memory for two copies of
-them.
+"""Largest number of words that torch mixes at once for a checksum. Mixing takes memory for two
+copies of them.
 """
 _STEP = 0x9E3779B97F4A7C15
-"""The factor by which `mixed_sum` multiplies the position of a word."""
+"""The factor of a word's position in `mixed_sum`."""
 _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-"""The shifts and factors of the generator SplitMix64, with which `mixed_sum` mixes a word."""
+"""Shifts and factors of the generator SplitMix64, by which `mixed_sum` mixes a word with its
+position.
+"""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changed words of a tensor: their number and, if few changed, their positions and XOR.
+    """The changed words of a tensor: their number, and, if they are few, their positions and XOR.
 
-    If many changed, `gaps` and `planes` are empty.
+    If they are many, `gaps` and `planes` are empty.
     """
 
     count: int
     gaps: Bytes
-    """The gap before each changed word: its number of unchanged words, as the bytes that
-    `encode_gaps` returns.
+    """The number of unchanged words before each changed word (its gap), as bytes of `encode_gaps`.
+    It gives the word's position.
     """
     planes: tuple[Bytes, ...]
-    """The XOR of each changed word with its old value, as one array for each byte of a word, lowest
-    byte first.
+    """The XOR of each changed word's old and new value, as byte planes: one array for each byte of
+    a word, lowest byte first.
     """
 
 
@@ -60,8 +64,8 @@ def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
     """Return the words that differ between two contiguous integer tensors `[n]`.
 
     If `after` is None, `before` is the XOR of both tensors. If more than `limit` words differ, the
-    result has only the number of these words. Raises ValueError unless the tensors are on the CPU,
-    contiguous, and equal in shape and integer dtype.
+    result has only their number. Raises ValueError unless the tensors are on the CPU, contiguous,
+    and equal in shape and integer dtype.
     """
     _check_words(before, after)
     library = _library()
@@ -88,7 +92,7 @@ def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
 def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
     """Return the XOR of two contiguous integer tensors `[n]` as byte planes.
 
-    A byte plane `[n]` has one byte of each word. The plane of the lowest bytes comes first. If
+    A byte plane `[n]` has one byte of each element. The plane of the lowest bytes comes first. If
     `after` is None, `before` is the XOR itself. Raises ValueError as `find_changes` does.
     """
     _check_words(before, after)
@@ -107,10 +111,10 @@ def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
 
 
 def find_changes_on_device(difference: Tensor, limit: int) -> Changes:
-    """Return the changed words of a tensor on any device, as `find_changes` does on the CPU.
+    """Return the changed words of a tensor on any device, like `find_changes` on the CPU.
 
-    `difference` `[n]` is the XOR of the two tensors. Its device computes the gaps and planes, so
-    only their bytes are copied to the CPU.
+    `difference` `[n]` is the XOR of the tensor's two versions. The device computes the result, so
+    only the positions and XOR of changed words are copied to the CPU.
     """
     count = int(torch.count_nonzero(difference))
     if not 0 < count <= limit:
@@ -133,9 +137,9 @@ def find_all_on_device(
 ) -> list[Changes]:
     """Return the changed words of each of several tensors on a device.
 
-    `difference` `[n]` has the concatenated XORs of all tensors. `sizes` has the number of words of
-    each tensor, and `limits` the largest number of changes to be listed. On a GPU, a few kernels
-    process all tensors together.
+    `difference` `[n]` has the XORs of all tensors, concatenated. `sizes` has the number of words of
+    each tensor, and `limits` the largest number of changes that are listed for it. On a GPU, a few
+    kernels process all tensors together.
     """
     count = int(torch.count_nonzero(difference))
     if not count or 3 * count > len(difference):  # many positions would take much memory
@@ -169,8 +173,8 @@ def find_all_on_device(
 def apply_changes(target: Tensor, found: Changes) -> None:
     """Apply changes to the words of a contiguous integer tensor `[n]` on the CPU, in place.
 
-    Raises ValueError, before any word is changed, if a position is outside the tensor or the number
-    of positions is not the number of changed words.
+    Raises ValueError, before any word is changed, if a position is outside the tensor, or if the
+    number of positions is not `found.count`.
     """
     _check_words(target, None)
     check_gaps(found.gaps, found.count, len(target))
@@ -185,9 +189,10 @@ def apply_changes(target: Tensor, found: Changes) -> None:
 
 
 def apply_planes(target: Tensor, planes: Sequence[Bytes]) -> None:
-    """XOR all words of a contiguous integer tensor `[n]` on the CPU with byte planes, in place.
+    """XOR a contiguous integer tensor `[n]` on the CPU with the byte planes of a difference, in
+    place.
 
-    `planes` must have a byte of every word, as a result of `split_planes` has.
+    `planes` must have one byte of every element, as the result of `split_planes` does.
     """
     _check_words(target, None)
     library = _library()
@@ -201,7 +206,7 @@ def apply_planes(target: Tensor, planes: Sequence[Bytes]) -> None:
 def merge_changes(first: Changes, second: Changes, words: int) -> Changes:
     """Combine two successive sets of changes of one tensor into a single set with the same effect.
 
-    The tensor has `words` words. Raises ValueError if a position is outside it.
+    `words` is the number of words of the tensor. Raises ValueError if a position is outside it.
     """
     for found in (first, second):
         check_gaps(found.gaps, found.count, words)
@@ -237,9 +242,9 @@ def _merged_by_numpy(first: Changes, second: Changes, words: int) -> Changes:
 
 
 def _pointers(parts: Sequence[Bytes]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Return an array of the memory addresses of byte strings, for compiled code.
+    """Return an array of the memory addresses of byte arrays, for compiled code.
 
-    The caller must keep the strings until they are read.
+    The caller must keep the byte arrays until they are read.
     """
     for part in parts:
         if part.dtype != np.uint8 or not part.flags.c_contiguous:
@@ -252,8 +257,8 @@ def _pointers(parts: Sequence[Bytes]) -> "ctypes.Array[ctypes.c_void_p]":
 def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> None:
     """Apply changes in place to the words of several integer tensors of one device and dtype.
 
-    The tensors may have any memory layout. `changes` has one entry for each. Raises ValueError,
-    before any tensor is changed, if a position is outside its tensor.
+    `changes` has one entry for each tensor. The tensors may have any memory layout. Raises
+    ValueError, before any tensor is changed, if a position is outside its tensor.
     """
     like = targets[0]
     for target, found in zip(targets, changes, strict=True):
@@ -284,12 +289,15 @@ def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> No
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Return the start offset of each of several successive parts, given their sizes."""
+    """Return the offset at which each of several successive parts begins, given their sizes."""
     return sizes.cumsum(0) - sizes
 
 
 def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
-    """Raise ValueError if encoded gaps do not give `changed` positions, all below `words`."""
+    """Raise ValueError unless encoded gaps give `changed` positions, all below `words`.
+
+    A gap is the number of unchanged words before a changed one (`encode_gaps`).
+    """
     found = len(gaps) - int(np.count_nonzero(gaps == ESCAPE))
     if found != changed:
         raise ValueError(f"{found} positions for {changed} changed words")
@@ -299,7 +307,9 @@ def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
 
 
 def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the words `[n]` whose bytes are in byte planes `[n]` (uint8), lowest bytes first."""
+    """Return the words `[n]` that byte planes `[n]` (uint8) are made of. The first has the lowest
+    bytes.
+    """
     bits = torch.zeros(len(planes[0]), dtype=dtype, device=planes[0].device)
     for i, plane in enumerate(planes):
         bits |= plane.to(dtype) << 8 * i
@@ -307,9 +317,9 @@ def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def words_of(planes: Sequence[Bytes]) -> npt.NDArray[Any]:
-    """Return the words `[n]`, as signed integers, whose bytes are in byte planes `[n]`.
+    """Return the words `[n]`, as signed integers, that byte planes `[n]` are made of.
 
-    The first plane has the lowest bytes.
+    The first plane has the lowest byte of each word.
     """
     bits = np.zeros(len(planes[0]), f"u{len(planes)}")
     for plane in reversed(planes):
@@ -319,22 +329,23 @@ def words_of(planes: Sequence[Bytes]) -> npt.NDArray[Any]:
 
 
 def upload(parts: Sequence[Bytes], like: Tensor) -> Tensor:
-    """Copy byte strings to the device of the tensor `like`.
-
-    Return them joined, as a uint8 tensor `[n]`.
+    """Copy byte arrays to the device of the tensor `like`. Return them joined, as a uint8 tensor
+    `[n]`.
     """
     return torch.from_numpy(np.concatenate(parts)).to(like.device)
 
 
 def _gaps_of(where: Tensor) -> Tensor:
-    """Return the gaps before positions `[n]`, encoded by their device as `encode_gaps` does."""
+    """Return the gaps before positions `[n]`, encoded by the positions' device as `encode_gaps`
+    does.
+    """
     return _coded(torch.diff(where, prepend=where.new_tensor([-1])) - 1)[0]
 
 
 def _coded(gaps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gaps between changed positions as bytes, and the offset at which each gap's bytes end.
+    """Return gaps as bytes, and for each gap the offset at which its bytes end.
 
-    A gap takes one byte. A longer gap begins with the byte `ESCAPE`.
+    A gap below 255 takes one byte. A longer one begins with bytes of the value `ESCAPE`.
     """
     escapes = gaps // ESCAPE
     ends = (escapes + 1).cumsum(0)
@@ -344,7 +355,7 @@ def _coded(gaps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positions_of(gaps: Bytes, changed: int, words: int) -> npt.NDArray[np.int64]:
-    """Return the positions `[changed]` of changed words from the bytes that `encode_gaps` returned.
+    """Return the positions `[changed]` of changed words. `gaps` is a result of `encode_gaps`.
 
     `words` is the number of words of the tensor. Raises ValueError if a position is outside it.
     """
@@ -358,8 +369,9 @@ def positions_of(gaps: Bytes, changed: int, words: int) -> npt.NDArray[np.int64]
 def mixed_sum(lanes: Tensor, place: int) -> int:
     """Return the sum of 64-bit words `[n]`, each mixed with its position, as a number below 2^64.
 
-    `place` is the position of the first word. Mixing takes the exclusive or (XOR) of a word and a
-    multiple of its position, then the last steps of SplitMix64 (Steele, Lea and Flood, 2014).
+    `lanes` has the words, and `place` is the position of the first one. Mixing takes the XOR of a
+    word and a multiple of its position, then the last steps of SplitMix64 (Steele, Lea and Flood,
+    2014).
     """
     library = _library() if lanes.is_cpu else None
     if library is not None:
@@ -380,7 +392,7 @@ def mixed_sum(lanes: Tensor, place: int) -> int:
 
 
 def _signed(number: int) -> int:
-    """Return the signed 64-bit integer with the same bits as an unsigned one."""
+    """Return the signed 64-bit integer that has the bits of an unsigned one."""
     return number - (number >> 63 << 64)
 
 
@@ -394,7 +406,7 @@ def require_alike(before: Tensor, after: Tensor) -> None:
 
 
 def _check_words(before: Tensor, after: Tensor | None) -> None:
-    """Raise ValueError if compiled code cannot read the tensors by their addresses."""
+    """Raise ValueError for tensors that compiled code cannot read by their addresses."""
     if after is not None:
         require_alike(before, after)
     for each in (before,) if after is None else (before, after):
@@ -459,7 +471,7 @@ def _by_numpy(difference: npt.NDArray[Any], limit: int) -> Changes:
 
 
 def encode_gaps(where: npt.NDArray[Any]) -> Bytes:
-    """Return the number of unchanged words before each changed word (its gap), as bytes.
+    """Return for each changed word its gap, the number of unchanged words before it, as bytes.
 
     `where` has the positions `[n]` of the changed words, in ascending order. A byte of 255 means
     that 255 is added to the number in the next byte.

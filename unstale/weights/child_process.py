@@ -23,7 +23,7 @@ from typing import Any
 _LENGTHS = struct.Struct(">IQ")
 _SIZE = struct.Struct(">I")
 _ALIGNMENT = 16
-"""The body of a message starts at a multiple of this many bytes, so that tensors can share its
+"""The body of a message starts at a multiple of this many bytes, so that tensors can use its
 memory.
 """
 _LAST_WORDS = 2000
@@ -34,12 +34,12 @@ BEAT_S = 0.5
 FROZEN_S = 4.0
 """Seconds without a heartbeat after which a child process is treated as frozen."""
 _START_S = 60.0
-"""Seconds within which the first heartbeat must come. Python may take long to start from a slow
-disk.
+"""Seconds within which a child's first heartbeat must come. Python may take long to start from a
+slow disk.
 """
 _EXIT_S = 5.0
-"""Seconds to wait for the end of a child that closed its socket, before it is killed. The caller
-may be the event loop, which is blocked meanwhile. A child normally ends in less than 1 ms.
+"""Seconds to wait for the end of a child that closed its socket, before it is killed. The wait may
+block the event loop. A child normally ends in less than 1 ms.
 """
 
 _PROGRAM = """
@@ -63,7 +63,7 @@ if options := receive_options(int(sys.argv[1])):
 even while other code holds the GIL. The signal's Python handler ends the process when the parent
 has ended, even during the imports. The parent's process ID is an argument, because the parent may
 have ended before the first line runs. No garbage is collected during the imports, which create
-little garbage.
+little of it.
 """
 
 Bytes = bytes | memoryview
@@ -78,7 +78,7 @@ class ChildFrozen(RuntimeError):
 
 
 def frame(header: Header, body: Sequence[Bytes] = ()) -> list[Bytes]:
-    """Return one message as byte strings to be sent in order. The parts of the body are not copied.
+    """Return one message as byte strings to be sent in order. The parts of `body` are not copied.
 
     >>> list(Frames().feed(b"".join(frame({"op": "resume"}, [b"xy"]))))
     [({'op': 'resume'}, bytearray(b'xy'))]
@@ -91,7 +91,7 @@ def frame(header: Header, body: Sequence[Bytes] = ()) -> list[Bytes]:
 class Frames:
     """A parser that divides a stream of bytes into messages.
 
-    `max_bytes`, if given, is the largest allowed size of a message.
+    `max_bytes` is the largest allowed size of a message, None for no limit.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -99,9 +99,9 @@ class Frames:
         self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[tuple[Header, bytearray]]:
-        """Add `data` to the stream. Yield every message that is now complete.
+        """Add `data` to the stream. Yield header and body of every message that is now complete.
 
-        Raises ValueError for a message that is too long or is not JSON.
+        Raises ValueError for a message that is too long or has a header that is not JSON.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTHS.size:
@@ -130,7 +130,7 @@ class Frames:
 class _Process:
     """A new child process, which imports its module and then waits for its options.
 
-    Raises `OSError` if the process cannot be created.
+    `OSError` is raised if it cannot be created.
     """
 
     def __init__(self, module: str, *, threads: int, gpus: Sequence[str]) -> None:
@@ -161,14 +161,14 @@ class _Process:
     def begin(self, options: Header) -> None:
         """Send the options to the process.
 
-        No error is raised if the process has ended: the next read from its socket detects that.
+        If the process has ended, no error is raised here: the next read from its socket detects
+        that.
         """
         text = json.dumps(options).encode()
         with suppress(BrokenPipeError, ConnectionResetError):
             self.socket.sendall(_SIZE.pack(len(text)) + text)
 
     def kill(self) -> None:
-        """Kill the process and wait for its end."""
         self.popen.kill()
         self.popen.wait()
         self._close_files()
@@ -179,9 +179,10 @@ class _Process:
 
 
 def receive_options(descriptor: int) -> str:
-    """Return the options that the parent's `Child` sends first, as JSON text.
+    """Return the options that the parent's `Child` sends first, as JSON text. Wait for them.
 
-    `descriptor` is the number of the socket, which stays open. Return "" if the parent has ended.
+    `descriptor` is the file descriptor of the socket, which stays open. Return "" if the parent has
+    ended.
     """
     connection = socket.socket(fileno=descriptor)
     try:
@@ -195,14 +196,14 @@ def receive_options(descriptor: int) -> str:
 
 
 _early: dict[str, list[_Process]] = {}
-"""Child processes, by module, that `start_early` has started and that no `Child` uses yet."""
+"""Child processes that `start_early` has started and that no `Child` uses yet, by module."""
 
 
 def start_early(module: str, *, threads: int, gpus: Sequence[str] = ()) -> None:
     """Start the process for the next `Child` with the same arguments, and return without waiting.
 
-    The process imports the module before the `Child` needs it. The process is killed if the next
-    `Child` of the module has other arguments, or at the end of this program.
+    The process imports `module` before the `Child` needs it. It is killed if the next `Child` of
+    the module has other arguments, or at the end of this program.
     """
     if not _early:
         atexit.register(_end_early)
@@ -210,7 +211,6 @@ def start_early(module: str, *, threads: int, gpus: Sequence[str] = ()) -> None:
 
 
 def _end_early() -> None:
-    """Kill the processes that were started early and are not used."""
     while _early:
         for process in _early.popitem()[1]:
             process.kill()
@@ -228,10 +228,11 @@ def _started(module: str, *, threads: int, gpus: Sequence[str]) -> _Process:
 
 
 class Child:
-    """A child process that calls `main(descriptor, options)` of a module, with a `socket` to it.
+    """A child process that calls `main(descriptor, options)` of a module. `socket` is connected to
+    it.
 
-    The child ignores Ctrl-C and SIGTERM, which a cluster may send to every process. The child ends
-    by `kill`, or when this process ends and the socket closes. It sends a heartbeat every `BEAT_S`
+    The child ignores Ctrl-C and SIGTERM, which a cluster may send to every process. It ends by
+    `kill`, or when this process ends and the socket closes. It sends a heartbeat every `BEAT_S`
     seconds, even while it computes. `check` reads the heartbeats.
     """
 
@@ -240,8 +241,8 @@ class Child:
     ) -> None:
         """Start the process with `threads` CPU threads, unless `start_early` has started it.
 
-        `name` appears in error messages. The process sees the GPUs of `visible_gpus(gpus)`. Its
-        `main` receives the options as JSON text.
+        `name` appears in error messages. The process sees only the GPUs `gpus`. If there are none,
+        it sees those of this process. Its `main` receives the options as JSON text.
         """
         self.name = name
         process = _started(module, threads=threads, gpus=gpus)
@@ -261,9 +262,9 @@ class Child:
     def check(self) -> None:
         """Kill the process and raise `ChildFrozen` if it sent no heartbeat for `FROZEN_S` seconds.
 
-        Call this every `BEAT_S` seconds. If more time has passed since the last call, only `BEAT_S`
-        is counted, because then this process, or the machine, was paused too. The first heartbeat
-        may take `_START_S` seconds.
+        Call this every `BEAT_S` seconds. A longer time since the last call counts as `BEAT_S`,
+        because then this process, or the machine, was paused too. The first heartbeat may take
+        `_START_S` seconds.
         """
         now = time.monotonic()
         if self._beats.read(_READ_BYTES):
@@ -280,10 +281,10 @@ class Child:
             )
 
     def recv(self, size: int) -> bytes:
-        """Wait for bytes from the process.
+        """Wait for bytes from the process. Return at most `size` bytes, or b"" if the process has
+        ended.
 
-        Return at most `size` bytes, or b"" if the process has ended. Raises `ChildFrozen` if the
-        heartbeat stops.
+        Raises `ChildFrozen` if the heartbeat stops.
         """
         while not self._ready(select.POLLIN):
             self.check()
@@ -295,8 +296,8 @@ class Child:
     def sendall(self, data: bytes | memoryview) -> None:
         """Send all bytes to the process.
 
-        Raises `ChildFrozen` if the heartbeat stops, BrokenPipeError or ConnectionResetError if the
-        process has ended.
+        Raises `ChildFrozen` if the heartbeat stops. Raises BrokenPipeError or ConnectionResetError
+        if the process has ended.
         """
         unsent = memoryview(data)
         while unsent:
@@ -306,9 +307,8 @@ class Child:
                 self.check()
 
     def _ready(self, event: int) -> bool:
-        """Wait up to `BEAT_S` seconds for an event of `select.poll` on the socket.
-
-        Return True if it came.
+        """Wait up to `BEAT_S` seconds for an event of `select.poll` on the socket. Return True if
+        it came.
         """
         poll = select.poll()
         poll.register(self.socket, event)
@@ -335,7 +335,7 @@ class Child:
         )
 
     def kill(self) -> None:
-        """Kill the process at once, and close the socket. A child process has no data to save."""
+        """Kill the process at once, and close the socket."""
         self._process.kill()
         self.socket.close()
         self._beats.close()
@@ -352,9 +352,9 @@ def cores() -> int:
 
 
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment variable that shows a child process only these GPUs.
+    """Return the environment variable by which a child process sees only the GPUs `gpus`.
 
-    If `gpus` is empty, so is the result: the child process then sees the GPUs of this process.
+    If `gpus` is empty, there is no variable: the child process then sees the GPUs of this process.
     """
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 

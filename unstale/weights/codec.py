@@ -1,22 +1,22 @@
 """Lossless compression of the difference between two versions of the weights (a delta).
 
 The difference is the XOR of the tensors' words, which are integers as wide as one element. Each
-tensor is stored in the smallest of three ways:
+tensor is stored in the smallest of three formats:
 
     sparse   the positions of changed words (gaps) and their XOR (byte planes), compressed
     packed   the byte planes of all words, compressed: for small differences in most words
     raw      the XOR of all words: never larger than the tensor
 
 XOR is its own inverse, so a delta can be applied in both directions. Working on bits keeps NaN
-payloads, -0.0 and denormals. Tensors are compressed on the CPU, one on each of torch's threads. If
-few words of a tensor on a GPU changed, only their gaps and planes are copied to the CPU.
+payloads, -0.0 and denormals. Tensors are compressed on the CPU by several threads. If few words of
+a tensor on a GPU changed, only their gaps and planes are copied to the CPU.
 
 `weights/bits.py` computes the checksums of weights. A file with a delta also has a checksum of its
 own bytes.
 
 The bytes of a delta may be damaged or hostile. Reading them returns the delta that was written or
 raises ValueError. Applying a delta takes no more memory than these bytes and the tensors. On a GPU
-it also takes 24 bytes for each changed word of a tensor, or of small tensors together.
+it also takes 24 bytes for each changed word of a tensor, or of a group of small tensors.
 """
 
 import json
@@ -73,17 +73,19 @@ PACKED_ABOVE = 1 / 3
 slow and larger than `sparse`.
 """
 SAMPLE_WORDS = 1 << 16
-"""Number of words of a large tensor on which the formats `sparse` and `packed` are compared."""
+"""Number of words in the sample of a large tensor, by which the formats `sparse` and `packed` are
+compared.
+"""
 SAMPLE_BLOCKS = 64
-"""Number of blocks in the sample of a tensor's words, at equal distances from the first to the last
-word. Changes may be in one part of a tensor only, such as the rows of some tokens or experts.
+"""Number of blocks in the sample of a tensor's words. Their distances are equal, because changes
+may be in one part of a tensor only, such as the rows of some tokens or experts.
 """
 EXACT_WORDS = 1 << 18
-"""Largest number of words of a tensor for which the formats `sparse` and `packed` are both computed
-in full. For a larger tensor, a sample decides between them.
+"""Largest number of words of a tensor that is compressed in both formats, `sparse` and `packed`.
+For a larger tensor, a sample decides between them.
 """
 MAX_GROUP_WORDS = 1 << 26
-"""Largest number of words in a group of tensors on a GPU that are compared or changed together. The
+"""Largest number of words in a group of tensors on a GPU that are compared or changed together. A
 group is copied for that, so this limits the memory. A larger tensor is a group by itself.
 """
 
@@ -101,12 +103,12 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER = struct.Struct("<Q")
 _DAMAGE = (struct.error, KeyError, TypeError, AttributeError, RuntimeError)
-"""The kinds of errors, besides ValueError, that reading a damaged header raises."""
+"""The kinds of errors besides ValueError that reading a damaged header raises."""
 
 Array = npt.NDArray[Any]
 Kind = Literal["sparse", "packed", "raw"]
 Entry = tuple[str, str, tuple[int, ...], int]
-"""One tensor of a safetensors file: name, dtype, shape and number of bytes."""
+"""One tensor in the header of a safetensors file: name, dtype, shape and number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +149,19 @@ class Encoded:
 class Delta:
     """The difference between the weights of version `base` and those of `version`.
 
-    A delta can be applied in both directions.
+    It can be applied in both directions. `tensors` has the difference of each tensor.
     """
 
     base: int
     version: int
     checksum: Checksum
-    """The checksum of the weights of `version`, which is compared after the delta is applied."""
+    """The checksum of the weights of `version`, with which the result of applying the delta is
+    compared.
+    """
     tensors: Mapping[str, Encoded]
     starts: Mapping[str, int] | None = None
-    """If the delta covers parts of tensors only: the index of the word at which each part begins in
-    its tensor. None if it covers whole tensors.
+    """None if the delta covers whole tensors. If it covers only a part of each tensor: the index of
+    the word at which the part begins in its tensor.
     """
 
     @property
@@ -165,9 +169,11 @@ class Delta:
         return sum(encoded.nbytes for encoded in self.tensors.values())
 
     def targets(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors, or views of those parts of them, to which the delta applies, by name.
+        """Return the tensors to which the delta applies, by name: views of parts if it covers only
+        parts.
 
-        Raises ValueError if a delta of parts names an unknown tensor or exceeds a tensor.
+        `tensors` are whole tensors. Raises ValueError if a delta of parts names an unknown tensor
+        or exceeds a tensor.
         """
         if self.starts is None:
             return tensors
@@ -186,7 +192,9 @@ class Delta:
         return parts
 
     def check_way(self, held: int, wanted: int) -> None:
-        """Raise ValueError unless the delta turns version `held` of the weights into `wanted`."""
+        """Raise ValueError unless the delta leads from version `held` of the weights to version
+        `wanted`.
+        """
         if (self.base, self.version) != (held, wanted):
             raise ValueError(
                 f"the delta leads from version {self.base} to {self.version}, "
@@ -197,7 +205,9 @@ class Delta:
 def encode_all(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Iterable[str]
 ) -> dict[str, Encoded]:
-    """Compress the differences of the tensors `names` between two versions, on several threads."""
+    """Compress the differences of the tensors `names` between two versions, with several
+    threads.
+    """
 
     def encode_one(name: str) -> Encoded:
         return encode_between(words(before[name]), words(after[name]))
@@ -217,7 +227,7 @@ def encode_all(
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Yield lists of tensor names. The tensors of a list have the same element size and device.
 
-    A list has at most `MAX_GROUP_WORDS` elements in all, or a single larger tensor.
+    They have at most `MAX_GROUP_WORDS` elements in all, unless the list is one larger tensor.
     """
     alike: dict[tuple[int, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
@@ -236,7 +246,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _encode_group(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Encoded]:
-    """Compress the differences of tensors (as `words` of one dtype) on one device, such as a GPU.
+    """Compress the differences of tensors on one device, such as a GPU. The tensors are `words`.
 
     The device finds the changes of all tensors together. Several threads compress them.
     """
@@ -258,7 +268,7 @@ def _encode_group(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> 
 
 
 def encode(difference: Tensor) -> Encoded:
-    """Compress the difference of one tensor in the smallest of the three formats.
+    """Compress the difference of one tensor in the smallest of the three formats (see the module).
 
     `difference` is the XOR of the tensor's `words` in two versions.
 
@@ -273,7 +283,7 @@ def encode(difference: Tensor) -> Encoded:
 def encode_between(before: Tensor, after: Tensor) -> Encoded:
     """Compress the difference between two versions of a tensor's `words`, as `encode` does.
 
-    On the CPU, little memory is allocated if few words changed. Raises ValueError unless both
+    On the CPU, this allocates little memory if few words changed. Raises ValueError unless both
     tensors have the same shape and dtype.
     """
     require_alike(before, after)
@@ -290,14 +300,16 @@ class _Pair:
     before: Tensor
     after: Tensor | None = None
     found: Changes | None = None
-    """The changed words, if there are at most `_sparse_limit`. None before the search."""
+    """The changed words: positions and XOR only if there are at most `_sparse_limit`. None before
+    the search.
+    """
 
     @property
     def difference(self) -> Tensor:
         return self.before if self.after is None else self.before ^ self.after
 
     def sample(self) -> "_Pair":
-        """Return a sample of a large tensor: `SAMPLE_WORDS` words in `SAMPLE_BLOCKS` blocks."""
+        """Return a sample of `SAMPLE_WORDS` words of a large tensor, in `SAMPLE_BLOCKS` blocks."""
         length = SAMPLE_WORDS // SAMPLE_BLOCKS
         last = len(self.before) - length
         starts = [number * last // (SAMPLE_BLOCKS - 1) for number in range(SAMPLE_BLOCKS)]
@@ -308,9 +320,10 @@ class _Pair:
         return _Pair(blocks(self.before), None if self.after is None else blocks(self.after))
 
     def changes(self, limit: int) -> tuple[int, tuple[Array, ...]]:
-        """Return the number of changed words, and the uncompressed data of the format `sparse`.
+        """Return the number of changed words, and the data of the format `sparse` before
+        compression.
 
-        The data is empty if no word or more than `limit` words changed.
+        There is no data if no word or more than `limit` words changed.
         """
         if self.found is not None:
             found = self.found
@@ -339,7 +352,9 @@ def _encode(pair: _Pair) -> Encoded:
 
 
 def _sparse_limit(count: int) -> int:
-    """Return the largest number of changed words, of `count`, at which `sparse` is tried."""
+    """Return the largest number of changed words among `count` at which the format `sparse` is
+    tried.
+    """
     return int(SPARSE_BELOW * count)
 
 
@@ -348,8 +363,8 @@ def _smaller(
 ) -> tuple[Kind, tuple[bytes, ...]]:
     """Return the name and compressed data of the smaller format, `sparse` or `packed`.
 
-    `sparse` is the data of this format before compression. For a tensor of more than `EXACT_WORDS`
-    words, a sample decides which is smaller.
+    `sparse` is the data of the format of this name before compression. For a tensor of more than
+    `EXACT_WORDS` words, a sample decides which is smaller.
     """
     count = len(pair.before)
     kinds: list[Kind] = []
@@ -370,7 +385,7 @@ def _smaller(
 
 
 def whole(tensor: Tensor, *, copy: bool = True) -> Encoded:
-    """Return a tensor as an uncompressed difference from zeros.
+    """Return a tensor as a difference from zeros, uncompressed.
 
     Without `copy`, the result shares the tensor's memory where possible.
     """
@@ -382,13 +397,13 @@ def whole(tensor: Tensor, *, copy: bool = True) -> Encoded:
 
 
 def all_of(version: int, weights: Mapping[str, Tensor]) -> Delta:
-    """Return all weights of a version as an uncompressed delta from zeros, whose `base` is -1."""
+    """Return all weights of a version as a delta from zeros, uncompressed. Its `base` is -1."""
     tensors = {name: whole(tensor, copy=False) for name, tensor in weights.items()}
     return Delta(-1, version, checksum(weights), tensors)
 
 
 def apply(encoded: Encoded, target: Tensor) -> None:
-    """Apply a difference to the `words` of a tensor, `target`, in place, by XOR.
+    """Apply a difference by XOR to `target`, which has the `words` of a tensor, in place.
 
     Raises ValueError if the difference is damaged or belongs to a tensor of another size.
     """
@@ -419,7 +434,8 @@ def apply(encoded: Encoded, target: Tensor) -> None:
 
 
 def apply_all(tensors: Mapping[str, Encoded], targets: Mapping[str, Tensor]) -> None:
-    """Apply differences to the `words` of tensors in place, by XOR, on several threads.
+    """Apply differences by XOR to `targets`, the `words` of tensors, in place, with several
+    threads.
 
     On a GPU, tensors with few changes are changed together.
     """
@@ -444,8 +460,8 @@ def apply_all(tensors: Mapping[str, Encoded], targets: Mapping[str, Tensor]) -> 
 def merge(parts: Sequence[Encoded]) -> Encoded:
     """Combine successive differences of one tensor into a single one with the same effect.
 
-    The result is the same as from `encode`. If few words changed, little memory is allocated.
-    Raises ValueError unless all differences have the same number and size of words.
+    If few words changed, this allocates little memory. Raises ValueError unless all differences
+    have the same number and size of words.
     """
     words, width = parts[0].words, parts[0].width
     if any((part.words, part.width) != (words, width) for part in parts):
@@ -469,9 +485,8 @@ def merge(parts: Sequence[Encoded]) -> Encoded:
 
 
 def _changes_of(encoded: Encoded) -> Changes:
-    """Return the changes of a `sparse` difference, decompressed.
-
-    Raises ValueError if they are damaged.
+    """Return the decompressed changes of a `sparse` difference. Raises ValueError if they are
+    damaged.
     """
     stream, *planes = encoded.streams
     changed = encoded.changed
@@ -482,9 +497,9 @@ def _changes_of(encoded: Encoded) -> Changes:
 def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
     """Turn the weights of version `delta.base` into those of `delta.version`, in place.
 
-    A delta of parts of tensors changes only these parts. Raises ValueError, and leaves the tensors
-    unchanged, if the delta belongs to other tensors or the result does not have the delta's
-    checksum.
+    A delta of parts of tensors changes only these parts. Raises ValueError if the delta belongs to
+    other tensors, or if the result does not have the delta's checksum. The tensors are then
+    unchanged.
     """
     tensors = delta.targets(tensors)
     require_fit(delta, tensors)
@@ -514,11 +529,11 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
 
 
 def advance_overlap(parts: Mapping[str, Tensor], starts: Mapping[str, int], delta: Delta) -> int:
-    """Apply a delta to parts of tensors, in place.
+    """Apply a delta to parts of tensors, in place. Return the number of their words that it covers.
 
-    Return the number of words that it covers in them. `starts` has the index of the word at which
-    each part begins in its whole tensor. Words of the delta outside these parts are ignored. The
-    delta's checksum is not compared, because it covers other parts.
+    `starts` has the index of the word at which each part begins in its whole tensor. Words of the
+    delta outside these parts are ignored. The delta's checksum is not compared, because it is that
+    of other parts.
     """
     common = 0
     for name, encoded in delta.tensors.items():
@@ -542,14 +557,15 @@ def advance_overlap(parts: Mapping[str, Tensor], starts: Mapping[str, int], delt
 def dumps(delta: Delta) -> bytes:
     """Return a delta as the bytes of a safetensors file.
 
-    Each compressed stream is a tensor of bytes. Everything else is metadata.
+    The compressed data are tensors of bytes. Everything else is metadata.
     """
     return b"".join(file_parts(delta))
 
 
 def file_parts(delta: Delta) -> list[Bytes]:
-    """Return a delta as the bytes of a safetensors file, in parts that do not copy compressed
-    data.
+    """Return a delta as the bytes of a safetensors file, in parts to be written in order.
+
+    Compressed data is not copied.
     """
     streams: list[Bytes] = []
     entries: list[Entry] = []
@@ -596,10 +612,11 @@ def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
 def file_header(
     layout: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a safetensors file, and each tensor's start offset in bytes, in order.
+    """Return the header of a safetensors file, and the byte offset of each tensor in the file, in
+    order.
 
     `layout` has tensors of the right dtypes and shapes, possibly on the device `meta`. Raises
-    ValueError for a dtype that the format does not have.
+    ValueError for a dtype that safetensors files cannot have.
     """
     entries = []
     # Wide elements first, so that each tensor is aligned to its element size.
@@ -618,7 +635,7 @@ def file_header(
 
 
 def file_size(header: Bytes) -> int:
-    """Return the size in bytes of a whole safetensors file, computed from its header."""
+    """Return the size in bytes of a whole safetensors file, read from its header."""
     (size,) = _HEADER.unpack_from(header)
     entries = json.loads(bytes(header[_HEADER.size : _HEADER.size + size]))
     entries.pop("__metadata__", None)
@@ -655,7 +672,7 @@ def tensors_of(data: bytes | bytearray | mmap) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of each tensor of a safetensors file, with one in memory at a time.
+    """Yield the name and value of each tensor of a safetensors file. One is in memory at a time.
 
     The file is read, not mapped, because mapped pages would count as memory of the process. Raises
     ValueError if the file is damaged or cut short.
@@ -697,7 +714,7 @@ def _tensor_at(
 def loads(data: Bytes) -> Delta:
     """Return the delta whose bytes `dumps` returned. Raises ValueError for any other bytes.
 
-    The delta's compressed data are slices of `data`: copies if it is `bytes`, views if it is a
+    The delta's compressed data are slices of `data`: copies if `data` is `bytes`, views if it is a
     memoryview.
     """
     try:
@@ -737,7 +754,7 @@ def _loads(data: Bytes) -> Delta:
 
 
 def _seal(about: str, tensors: Mapping[str, Encoded]) -> str:
-    """Return the checksum of a delta's metadata and compressed data, with which damage is found."""
+    """Return the checksum of a delta's metadata and compressed data, by which damage is found."""
     return xxh3(_sealed(about, tensors))
 
 
@@ -748,7 +765,7 @@ def _sealed(about: str, tensors: Mapping[str, Encoded]) -> Iterator[Bytes]:
 
 
 def require_fit(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless a delta and the tensors have equal names, sizes and element sizes."""
+    """Raise ValueError unless a delta and the tensors agree in names, sizes and element sizes."""
     if unmatched := sorted(tensors.keys() ^ delta.tensors.keys()):
         raise ValueError(f"the delta is of other weights: {unmatched[:4]} on one side only")
     for name, encoded in delta.tensors.items():
@@ -772,9 +789,9 @@ def _pack(array: Array) -> bytes:
 
 
 def _unpack(stream: Bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
-    """Decompress data whose uncompressed size must be between `low` and `high` bytes.
+    """Decompress data to between `low` and `high` bytes. Raises ValueError for another size.
 
-    The size in its header is checked before memory is allocated. Raises ValueError for other sizes.
+    The size in the data's header is checked before memory is allocated.
     """
     try:
         size = zstandard.frame_content_size(stream)

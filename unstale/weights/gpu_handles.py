@@ -1,7 +1,7 @@
 """Handles of tensors on a GPU, with which another process of this machine reads them in place.
 
-This is CUDA's communication between processes (IPC). The other process must see the same GPUs. The
-handles are JSON, because pickled data from another process could run code.
+The handles are those of CUDA's communication between processes (IPC). The other process must see
+the same GPUs. Handles are JSON, because pickled data from another process could run code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 Handle = dict[str, Any]
-"""The data with which another process opens a tensor's GPU memory: name, dtype, shape and strides,
-and for torch the device, the handle, size and offset in bytes of the allocation, and the place of a
-counter of its users.
+"""The data with which another process opens a tensor's GPU memory. It has the tensor's name, dtype,
+shape and strides. For torch it also has the device, the handle, size and offset in bytes of the
+allocation, and where the allocation's users are counted.
 """
 
 _INSTEAD = "set engine.transfer = file"
 
 
 def handles_of(tensors: Mapping[str, Tensor]) -> list[Handle]:
-    """Wait for all work on tensors on GPUs, and return handles of the tensors.
+    """Wait for all GPU work on the tensors, and return their handles.
 
     The tensors must stay unchanged until the other process has released its views. Raises
     RuntimeError if CUDA cannot share their memory.
@@ -38,7 +38,7 @@ def handles_of(tensors: Mapping[str, Tensor]) -> list[Handle]:
 
 
 def open_handles(handles: Sequence[Handle]) -> dict[str, Tensor]:
-    """Return views of another process's tensors, by name, without a copy.
+    """Return views of another process's tensors, by name. Nothing is copied.
 
     Raises ValueError if CUDA cannot open the memory of that process.
     """

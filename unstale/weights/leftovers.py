@@ -1,4 +1,4 @@
-"""Temporary folders that a later process removes if their own process was killed.
+"""Temporary folders that a later process removes if the process that made them was killed.
 
 A running process locks its folder. A killed process leaves the folder without a lock, and a later
 process removes it.
@@ -16,7 +16,7 @@ from typing import TextIO
 
 _LOCK = "lock"
 _NEW_S = 3600.0
-"""Age in seconds from which a folder without a lock file is removed. The process of a younger
+"""Age in seconds above which a folder without a lock file is removed. The process of a younger
 folder may be about to lock it.
 """
 
@@ -33,7 +33,8 @@ def hold_lock(folder: Path) -> TextIO:
 def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Return a context with a new temporary folder in `parent`, which is removed at the end.
 
-    First remove folders in `parent` that killed processes left and whose names begin with `prefix`.
+    Its name begins with `prefix`. Folders of this prefix that killed processes left in `parent` are
+    removed first.
     """
     remove_leftovers(parent, prefix)
     with (

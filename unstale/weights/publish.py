@@ -1,4 +1,4 @@
-"""Publication of a version of the weights: engines load it. An engine never mixes two versions."""
+"""Publication of a version of the weights: every engine loads it, and never mixes two versions."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from unstale.weights.store import Delta, Update, VersionStore
 
 
 class WeightReceiver(Protocol):
-    """The methods with which an engine receives weights (see `unstale.engines.Engine`)."""
+    """The methods by which an engine receives weights (see `unstale.engines.Engine`)."""
 
     @property
     def takes_deltas(self) -> bool: ...
@@ -29,13 +29,13 @@ class WeightReceiver(Protocol):
 
 
 class VersionedWeights(Protocol):
-    """An object that has the weights of one version: a `Policy` or a `Trainer`."""
+    """An object that has the weights of one version, such as a `Policy` or a `Trainer`."""
 
     @property
     def version(self) -> int: ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights of the forward pass by name. They are not copied."""
+        """Return the weights of the forward pass by name, without a copy."""
         ...
 
 
@@ -43,80 +43,81 @@ class VersionedWeights(Protocol):
 class DeltaInParts(Delta):
     """A delta in several parts, such as one from each trainer rank.
 
-    `tensors` is empty: `read` returns the parts.
+    The function `read` returns the parts, and `tensors` is empty.
     """
 
     read: Callable[[], Iterable[Delta]]
-    """A function that fetches the parts and returns them one at a time, each as a delta."""
+    """A function that fetches the parts and yields them one at a time, each as a delta."""
 
 
 class Publisher(Protocol):
-    """A sender of the newest version of the weights to every engine, in four steps."""
+    """A sender of the newest version of the weights to every engine.
 
-    bytes: int
-    """Size in bytes of the update that was prepared last: weights or their difference from the
-    version before.
+    It works in four steps: `begin`, `finish`, `stage` and `publish`.
     """
 
-    def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """Begin to prepare the update, in the trainer's thread, while engines still generate.
+    bytes: int
+    """Size in bytes of the update that was prepared last: whole weights, or a delta."""
 
-        `live` are the older versions that must be kept, because they sampled tokens that are not
-        trained on yet. The weights must not change before the version is published.
+    def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+        """Begin to prepare the update, in the trainer's thread, while engines still sample.
+
+        `live` are the older versions that must be kept, because tokens that they sampled are not
+        trained on yet. The weights of `source` must not change before the version is published.
         """
         ...
 
     def finish(self) -> None:
-        """Finish the preparation of the update.
+        """Finish the preparation that `begin` started.
 
-        Call it in a thread other than the trainer's, which may compute log-probabilities meanwhile.
+        Call this in a thread other than the trainer's, which may compute log-probabilities
+        meanwhile.
         """
         ...
 
     async def stage(self) -> None:
-        """Let the engines prepare to load the prepared update, while they still generate."""
+        """Let the engines get ready to load the prepared update, while they still sample."""
         ...
 
     async def publish(self) -> None:
-        """Load the prepared update into the engines.
-
-        The engines then generate with the new version.
-        """
+        """Load the prepared update into the engines, which then sample with the new version."""
         ...
 
 
 Put = Callable[[int, Mapping[str, Tensor], Delta | None], None]
-"""A function that saves the weights of a version. Its arguments are the version, its weights, and
-the difference from the previous version, or None.
+"""A function that saves a version to disk. Its arguments are the number of the version, its
+weights, and the delta from the previous version, or None.
 """
 
 
 class PostedWeights(Mapping[str, Tensor]):
-    """The weights of a version, to be fetched by engines on other machines."""
+    """The weights of a version, in a place from which engines on other machines fetch them."""
 
     nbytes: int
-    """Number of bytes that an engine fetches if it has the previous version."""
+    """Number of bytes that an engine with the previous version must fetch."""
 
 
 Post = Callable[[int, Mapping[str, Tensor], Delta | None], PostedWeights]
-"""A function that puts a version where engines can fetch it. Its arguments are those of `Put`."""
+"""A function that makes a version available to engines on other machines. Its arguments are those
+of `Put`.
+"""
 
 
 KeepVersions = Callable[[Collection[int]], Awaitable[None]]
-"""A function that makes the engines drop the adapters of all versions but those given."""
+"""A function that makes the engines drop the LoRA adapters of all versions but those given."""
 
 
 class DirectPublisher:
     """A publisher that passes weights to one engine, in the precision `dtype`.
 
-    `store` is the version store of the route (the source of `old_logp`), or None. It computes the
-    delta, the compressed difference from the previous version. A delta that is smaller than the
-    weights is passed to `put`, and to an engine that accepts deltas and has the previous version.
-    `put` saves every version to disk before the engine loads it. With `post`, the engine receives
-    the result of `post` and fetches the weights from there. With `in_place`, whole weights stay on
-    the trainer's device. With `packed`, a format of `quantisation.FORMATS`, the engine receives the
-    values and scales of this format, and later versions as differences of these. `keep_versions`,
-    if given, is called with the versions that an engine with several versions must keep.
+    `store`, if given, is the store of earlier versions for `old_logp`. It computes the delta, the
+    compressed difference from the previous version. A delta that is smaller than the weights is
+    passed to `put`, and to an engine that accepts deltas and has the previous version. `put` saves
+    every version to disk before the engine loads it. With `post`, the engine receives the result of
+    `post` and fetches the weights itself. With `in_place`, whole weights stay on the trainer's
+    device. With `packed`, a format of `quantisation.FORMATS`, the engine receives numbers in this
+    format and their scales, and later versions as differences of these. `keep_versions`, if given,
+    is called with the older versions that the engine must keep.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a publication
@@ -140,17 +141,17 @@ class DirectPublisher:
         self._device = None if in_place else "cpu"
         self._packed = packed
         self._last_packed: tuple[int, Mapping[str, Tensor]] = -1, {}
-        """The version that was packed last, and its weights in packed form."""
+        """The version whose weights were quantised last, and these weights with their scales."""
         self._loaded = -1
         """The version of the weights that the engine has loaded. -1 before the first."""
         self._begun: tuple[int, Mapping[str, Tensor]] | None = None
-        """The version whose publication is being prepared, and its weights. None if there is
-        none.
+        """The version whose publication is being prepared, and its weights. None if nothing is
+        being prepared.
         """
         self._prepared: tuple[Update, int] | None = None
         self._keep_versions = keep_versions
         self._live: Collection[int] = ()
-        """The earlier versions that sampled tokens which are not trained on yet."""
+        """The older versions with sampled tokens that are not trained on yet."""
 
     def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
         self._live = live
@@ -161,10 +162,7 @@ class DirectPublisher:
             self._store.begin_put(version, weights)
 
     def finish(self) -> None:
-        """Finish the preparation of the update.
-
-        Raises the errors of `VersionStore.put`.
-        """
+        """Finish the preparation that `begin` started. Raises the errors of `VersionStore.put`."""
         if self._begun is None:
             return
         (version, weights), self._begun = self._begun, None
@@ -185,15 +183,12 @@ class DirectPublisher:
         self._prepared = update, version
 
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """Prepare the update of the engine's weights completely, in the caller's thread."""
+        """Do what `begin` and `finish` do, in the caller's thread."""
         self.begin(source, live)
         self.finish()
 
     async def stage(self) -> None:
-        """Let the engine prepare to load the update.
-
-        If this fails, the run ends, but the engine still generates.
-        """
+        """Let the engine get ready to load the update. If this fails, the engine still samples."""
         await self._engine.stage(*self._update())
 
     async def publish(self) -> None:
@@ -217,9 +212,10 @@ class DirectPublisher:
         return self._prepared
 
     def _pack(self, version: int, weights: Mapping[str, Tensor]) -> Update:
-        """Return the weights in packed form, or their difference from the engine's packed weights.
+        """Return the weights in the format `packed`, or their difference from those that the engine
+        has.
 
-        The difference is returned only if it is smaller and the engine accepts deltas.
+        The difference is returned if it is smaller and the engine accepts deltas.
         """
         packed = pack(cast(weights, self._dtype), self._packed, self._dtype)
         (base, before), self._last_packed = self._last_packed, (version, packed)
@@ -246,7 +242,8 @@ def num_bytes(weights: Mapping[str, Tensor]) -> int:
 def cast(
     weights: Mapping[str, Tensor], dtype: torch.dtype, *, device: str | None = "cpu"
 ) -> dict[str, Tensor]:
-    """Return the weights in precision `dtype` on a device. `device` None leaves each on its own.
+    """Return the weights in precision `dtype` on a device. With `device` None, each stays on its
+    own.
 
     A weight is copied only if its device or precision differs. So the trained model must not change
     before the version is published (`unstale.loop.until_scorable`).

@@ -33,52 +33,55 @@ RECORDED = "recorded"
 """Name of the folder in a run folder that has the recording."""
 
 WENT_WRONG = "went_wrong.safetensors"
-"""Name of the file in a run folder that has the batch and weights of a step with a non-finite
-number.
+"""Name of the file in a run folder that has the batch and weights of a step whose computation gave
+NaN or infinity.
 """
 
 _LISTS = ("offsets", "episodes")
 """Names of the columns of a batch that are tuples instead of tensors."""
 
 _STORED = ("stored.old_logp", "stored.exact")
-"""Names of the columns that only a batch with replayed tokens (trained on again) has."""
+"""Names of the columns that only a batch with replayed tokens (tokens that are trained on again)
+has.
+"""
 
 _LESSONS = "lessons"
-"""Name of the column that only a batch with lessons has. A lesson is a sequence's teacher, with a
-text that only the teacher reads: teacher, start, number of tokens and the tokens.
+"""Name of the column that only a batch with lessons has. A lesson is the teacher of a sequence and
+a text that only the teacher reads. The column has, for each lesson, the teacher, the offset in the
+sequence before which the text is read, its number of tokens, and the tokens.
 """
 
 _WEIGHT = "weight/"
-"""Prefix of the names of weights in a file with a failed batch."""
+"""Prefix of the names of weights in the file of a failed step."""
 
 _ROUTED_EXPERTS = ("routes.complete", "routes.places", "routes.experts")
-"""Names of the columns that only a batch with routed experts has. A row of `routes.places` is
-(sequence, version, start, count).
+"""Names of the columns that only a batch with routed experts (the experts that an MoE model chose)
+has. A row of `routes.places` is (sequence, version, start, count).
 """
 
 _KEPT_SETS = ("kept_sets.sizes", "kept_sets.ids")
-"""Names of the columns that only a batch of truncated sampling has."""
+"""Names of the columns that only a batch of truncated sampling (`top_p`, `top_k`, `min_p`) has."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """A batch, the step that trained on it, and the version of the policy before that step."""
+    """A batch, the step that trained on it, and the policy's version before that step."""
 
     step: int
     version: int
     batch: Batch
     version_gaps: tuple[tuple[int, int], ...] = ()
-    """Version numbers that a resumed run skipped, as in `unstale.model.versions`."""
+    """Version numbers that the run skipped when it was resumed, as in `unstale.model.versions`."""
 
 
 class Recording:
-    """A writer of recordings, with one file for each version and each batch."""
+    """A writer of a run's weight versions and batches, with one file for each."""
 
     def __init__(self, folder: Path, *, base: int = 0, writes: bool = True) -> None:
         """Create the folders of a recording.
 
         `base` is the checksum of the frozen weights if the run trains LoRA adapters, else 0. With
-        several trainer ranks, all but one have `writes=False` and write no file.
+        several trainer ranks, all but one have `writes=False` and write nothing.
         """
         self._versions = folder / "versions"
         self._batches = folder / "batches"
@@ -110,8 +113,9 @@ class Recording:
 class Recorded:
     """A reader of a `Recording`: the batches of a run, and the weights of each version.
 
-    A batch is skipped if the weights of one of its versions were not recorded. This happens if the
-    run was killed before it recorded a version, or if recording began with a resume.
+    A batch needs the versions that sampled its tokens, and the version before its step. It is
+    skipped if one of them was not recorded. This happens if the run was killed before it recorded a
+    version, or if recording began with a resume.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -130,11 +134,11 @@ class Recorded:
             )
         missing = {step: self._needed(step) - {*self.versions} for step in steps}
         self.steps = [step for step in steps if not missing[step]]
-        """The numbers of the steps whose batches can be audited, in ascending order."""
+        """The numbers of the steps whose batches can be read, in ascending order."""
         self.skipped_steps = [step for step in steps if missing[step]]
         """The numbers of the steps whose batches are skipped, in ascending order."""
         self.missing_versions = sorted({version for each in missing.values() for version in each})
-        """The numbers of the versions that skipped batches need, in ascending order."""
+        """The versions that skipped batches need and that were not recorded, in ascending order."""
         if not self.steps:
             raise FileNotFoundError(
                 f"{folder / 'versions'} lacks versions {self.missing_versions}, and each of the "
@@ -163,10 +167,11 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class FailedStep:
-    """The batch and weights of a training step with a non-finite number, to repeat the computation.
+    """The batch and weights of a training step that gave NaN or infinity, to repeat the
+    computation.
 
     `columns` are further tensors `[T]`, with one entry for each token of the batch. `about`
-    describes the failure as keys and texts.
+    describes the failure by names and texts.
     """
 
     batch: Batch
@@ -175,7 +180,7 @@ class FailedStep:
     about: Mapping[str, str]
 
     def save(self, path: Path) -> None:
-        """Write the failed step to a file, with one weight at a time in memory."""
+        """Write the failed step to the file `path`, with one weight at a time in memory."""
         columns = {f"batch/{name}": tensor for name, tensor in _columns(self.batch).items()}
         columns |= {f"column/{name}": tensor for name, tensor in self.columns.items()}
         layout = {f"{_WEIGHT}{name}": like for name, like in self.weights.layout.items()}
@@ -188,7 +193,9 @@ class FailedStep:
 
     @classmethod
     def load(cls, path: Path) -> "FailedStep":
-        """Read the file that `save` wrote. Raises ConfigError for any other file."""
+        """Return the failed step that `save` wrote to a file. Raises ConfigError for any other
+        file.
+        """
         try:
             return cls._read(path)
         except (SafetensorError, KeyError, TypeError) as error:
@@ -209,6 +216,8 @@ def _columns(batch: Batch) -> dict[str, Tensor]:
     columns = {field.name: getattr(batch, field.name) for field in fields(Batch)}
     for name in ("group", "reward", "turn_rewards"):  # no step of a recorded batch reads them
         del columns[name]
+    if columns["engine_entropy"] is None:
+        del columns["engine_entropy"]
     if lessons := columns.pop("lessons"):
         rows = [(each.teacher, each.start, len(each.tokens), *each.tokens) for each in lessons]
         columns[_LESSONS] = torch.tensor([number for row in rows for number in row])
@@ -255,7 +264,7 @@ def _batch(columns: Mapping[str, Tensor]) -> Batch:
 
 
 def _under(prefix: str, columns: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the columns whose names begin with `prefix`, by the rest of their names."""
+    """Return the columns whose names begin with `prefix`, without the prefix."""
     return {
         name.removeprefix(prefix): column
         for name, column in columns.items()
@@ -298,15 +307,14 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _held(tensors: Mapping[str, Tensor]) -> WholeWeights:
-    """Return the tensors of a mapping as `WholeWeights`, whose tensors are read one at a time."""
     return WholeWeights(tensors, tensors.__getitem__)
 
 
 def _write(path: Path, tensors: WholeWeights, about: dict[str, str]) -> None:
     """Write a safetensors file, with one tensor at a time in memory.
 
-    After an error, the remaining tensors are still read, because other ranks take part in reading
-    them.
+    After an error, the remaining tensors are still read, because other trainer ranks take part in
+    reading them.
     """
     part = path.with_suffix(".part")
     left = iter(tensors)

@@ -1,9 +1,10 @@
 """The version store: the exact weights of every published version that is still needed.
 
 The store has one full copy of the weights, and the differences (deltas) between adjacent versions.
-Each tensor is handled separately, so each device of a sharded trainer can store its shards.
-Publication tells the store which versions pending tokens still need; it drops the others. The
-files in `versions/` of a run's folder are written and removed by `unstale.durability.checkpoint`.
+Each tensor is handled separately, so each process of a sharded trainer can store its own shards. At
+each publication the store is given the versions that pending tokens still need, and drops the
+others. The files in `versions/` of a run's folder are written and removed by
+`unstale.durability.checkpoint`.
 """
 
 import time
@@ -38,15 +39,17 @@ from unstale.weights.codec import (
 __all__ = ["Delta", "Update", "VersionStore"]
 
 Update = Mapping[str, Tensor] | Delta
-"""The weights of a version, or their difference from the version that the receiver has."""
+"""New weights for an engine: all weights of a version, or the delta from the version that it
+has.
+"""
 
 
 class VersionStore:
     """The weights of several versions: one full copy, and the deltas between adjacent versions.
 
-    `move_to` applies deltas to turn the full copy into any stored version. The tensors `movable`
-    are used as the full copy: they are changed in place and may be on any device. Without
-    `movable`, the full copy is a copy of the first version.
+    `move_to` applies deltas to turn the full copy into any stored version. If the tensors `movable`
+    are given, they are the full copy: they are changed in place and may be on any device. Otherwise
+    the store copies the first version.
 
     `begin_put` and `begin_keep` leave their work to a thread of the store. Every other method waits
     for this thread first, and raises its error. Any thread may call `wait` and `delta`; the other
@@ -69,21 +72,22 @@ class VersionStore:
         self._versions: list[int] = []
         self._at = -1
         self._files: dict[int, bytearray] = {}
-        """For each stored version but the first: its delta from the previous version, as the bytes
-        of a safetensors file, which checkpoints write without a copy.
+        """For each stored version but the first, its delta from the previous version as a
+        safetensors file, which checkpoints write without a copy.
         """
         self._deltas: dict[int, Delta] = {}
         """The deltas, as views of the bytes in `_files`."""
         self.encode_s = 0.0
         """Seconds spent on compression so far."""
         self._jobs: list[Future[None]] = []
-        """The jobs of the store's thread that no method has waited for yet."""
+        """The jobs of the store's thread for which no method has waited yet."""
         self._thread: ThreadPoolExecutor | None = None
         """The thread that does the jobs. None while there is no job."""
         self._changing_jobs = Lock()
 
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Add the weights of a new version, or compare them with those stored for that version.
+        """Add the weights of a new version. If the version is stored already, compare the weights
+        with it.
 
         Raises ValueError if names, shapes or dtypes differ from the store's, if the version is
         older than the newest, or if it is stored with other weights.
@@ -92,21 +96,21 @@ class VersionStore:
         self.wait()
 
     def begin_put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to do what `put` does, in the store's thread.
+        """Let the store's thread do what `put` does, and return without waiting.
 
         The tensors are not copied, so they must not change until `wait` has returned.
         """
         self._begin(partial(self._put, version, tensors), tensors)
 
     def begin_keep(self, live: Collection[int]) -> None:
-        """Begin to do what `keep` does, in the store's thread."""
+        """Let the store's thread do what `keep` does, and return without waiting."""
         self._begin(partial(self._keep, frozenset(live)), self._movable)
 
     def wait(self) -> None:
-        """Wait for the jobs of the store's thread, and raise their error.
+        """Wait until the store's thread has done its work, and raise its error.
 
-        Afterwards the thread reads none of the tensors that were passed to it. If a job failed, the
-        store is as it was before this job.
+        Afterwards the thread reads none of the tensors that were passed to it. If a call failed,
+        the store is as it was before this call.
         """
         with self._changing_jobs:
             jobs = self._jobs
@@ -117,9 +121,8 @@ class VersionStore:
             self._forget(jobs)
 
     def _begin(self, work: Callable[[], None], tensors: Mapping[str, Tensor]) -> None:
-        """Queue a job for the store's thread, which reads `tensors`.
-
-        It is skipped if the job before it fails.
+        """Queue a job for the store's thread. The job reads `tensors`. It is skipped if an earlier
+        one fails.
         """
         device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         work = on_side_stream(work, device)
@@ -129,9 +132,10 @@ class VersionStore:
             self._jobs = [*self._jobs, self._thread.submit(_after, before, work)]
 
     def _forget(self, jobs: "Sequence[Future[None]]") -> None:
-        """Remove these jobs from the list of jobs, except unfinished ones.
+        """Remove these jobs from the list of jobs, except unfinished ones. End the thread if no job
+        is left.
 
-        A signal may end the wait for a job early. The thread is ended if no job is left.
+        Unfinished jobs occur because a signal may end the wait for a job early.
         """
         with self._changing_jobs:
             self._jobs = [job for job in self._jobs if job not in jobs or not job.done()]
@@ -160,9 +164,9 @@ class VersionStore:
         self.encode_s += time.perf_counter() - began
 
     def move_to(self, version: int) -> None:
-        """Turn the full copy into the weights of `version`.
+        """Turn the store's full copy of the weights, in place, into those of `version`.
 
-        Raises LookupError if it is not stored.
+        Raises LookupError if the version is not stored.
         """
         self.wait()
         self._move_to(version)
@@ -182,7 +186,8 @@ class VersionStore:
     def tensors(self, version: int) -> Mapping[str, Tensor]:
         """Return the weights of `version`, for reading only.
 
-        The next `move_to` or `put` changes them. Raises LookupError if the version is not stored.
+        The next `move_to` or `put` changes the tensors. Raises LookupError if the version is not
+        stored.
         """
         self.move_to(version)
         return self._named()
@@ -190,7 +195,7 @@ class VersionStore:
     def keep(self, live: Collection[int]) -> None:
         """Drop all versions that are not in `live`, except the newest.
 
-        Where a version is dropped, the deltas before and after it are combined.
+        The deltas before and after a dropped version are combined.
         """
         self.begin_keep(live)
         self.wait()
@@ -215,7 +220,7 @@ class VersionStore:
         self._versions = kept
 
     def delta(self, version: int) -> Delta:
-        """Return the delta from the previous stored version to `version`.
+        """Return the delta to `version` from the stored version before it.
 
         Raises LookupError for the first version, and for one that is not stored.
         """
@@ -237,7 +242,7 @@ class VersionStore:
 
     @property
     def bytes(self) -> int:
-        """The size in bytes of the stored versions, without the full copy."""
+        """The size of all deltas in bytes, without the full copy."""
         self.wait()
         return sum(delta.nbytes for delta in self._deltas.values())
 
@@ -246,9 +251,9 @@ class VersionStore:
         return sum(tensor.nbytes for tensor in self._movable.values())
 
     def state(self) -> Mapping[str, Any]:
-        """Return the contents of the store for a checkpoint.
+        """Return the contents of the store, for a checkpoint.
 
-        Each delta is a uint8 tensor: the bytes of a safetensors file. Nothing is copied, so the
+        A delta is a uint8 tensor: the bytes of a safetensors file. Nothing is copied, so the
         returned full copy changes at the next `move_to` or `put`.
         """
         self.wait()
@@ -267,7 +272,7 @@ class VersionStore:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load the contents that `state` returned, from a checkpoint.
 
-        Raises ValueError if they are damaged, or do not fit the full copy.
+        Raises ValueError if they are damaged, or do not fit the store's full copy.
         """
         self.wait()
         if not self._movable:
@@ -291,10 +296,7 @@ class VersionStore:
         self._check_copy(state["checksum"])
 
     def close(self) -> None:
-        """Drop all versions.
-
-        Raises the error of the store's thread, if no call has waited for its job.
-        """
+        """Drop all versions. Raises an error of the store's thread that no call has raised yet."""
         try:
             self.wait()
         finally:
@@ -323,9 +325,8 @@ class VersionStore:
         apply_all(self._deltas[version].tensors, targets)
 
     def _merge(self, before: int, links: list[int]) -> Delta:
-        """Combine the deltas of the successive versions `links` into one.
-
-        It leads from `before` to the last.
+        """Combine the deltas to the successive versions `links` into one, from `before` to the last
+        of them.
         """
         deltas = [self._deltas[version] for version in links]
         merged = in_threads(
@@ -355,9 +356,9 @@ class VersionStore:
     def _check_copy(self, written: Checksum) -> None:
         """Raise ValueError unless the full copy has exactly the weights of its version.
 
-        The full copy is compared with `written`, the checksum that was saved with it, and with the
-        checksum in the delta of its version. The first version has no delta, so for the second
-        check its weights are copied and moved to the second version.
+        Its checksum must be `written`, which was saved with it, and that in the delta to its
+        version. No delta leads to the first version: its weights are moved to the second version,
+        checked there, and moved back.
         """
         at = self._at
         with_delta = self._deltas
@@ -390,10 +391,9 @@ class VersionStore:
         return self._movable | {alias: self._movable[name] for alias, name in self._aliases.items()}
 
     def _misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of those tensors that do not fit the store's weights.
+        """Return the names of tensors that do not fit the store's weights.
 
-        A tensor does not fit if it is missing, unknown, of another shape or dtype, or tied only in
-        the store.
+        These are missing or unknown, have another shape or dtype, or are tied only in the store.
         """
         current = self._named()
         wrong = current.keys() ^ tensors.keys()
@@ -419,7 +419,7 @@ class VersionStore:
 
 
 def _after(before: "Future[None] | None", work: Callable[[], None]) -> None:
-    """Do `work`, unless the job `before` has failed. Then raise its error."""
+    """Do `work`, unless the job `before` has failed: then raise its error."""
     if before is not None:
         before.result()
     work()

@@ -2,8 +2,8 @@
 
 A group of episodes is committed before any step trains on it. A weight version is committed before
 an engine loads it. Everything else is committed within `WINDOW_S` seconds. A reader sees the
-journal as it was at one moment, and never blocks the writer. docs/journal.md has the tables and
-guarantees.
+journal as it was when it was opened, and never blocks the writer. docs/journal.md has the tables
+and guarantees.
 """
 
 from unstale.durability.journal.check import check, content, page

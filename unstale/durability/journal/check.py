@@ -1,4 +1,4 @@
-"""Check that a journal is consistent, and show its content on a terminal."""
+"""Check that a journal is consistent, and show a summary of it on a terminal."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from unstale.durability.journal.token_rows import unpack_tokens
 from unstale.durability.run_folder import Row, show_controls
 
 MAX_LISTED = 20
-"""Largest number of problems of one kind that are listed."""
+"""Largest number of problems of one kind that `check` lists."""
 
 CHECKS = (
     (
@@ -61,15 +61,15 @@ CHECKS = (
         WHERE version <= before""",
     ),
 )
-"""For each kind of problem: a message with placeholders, and the SQL query that yields its values
-for every such problem.
+"""Pairs of a message and an SQL query that finds one kind of problem. The query has a row for each
+problem, whose columns fill the placeholders of the message.
 """
 
 
 def check(journal: JournalReader) -> list[str]:
     """Return a sentence for each inconsistency in a journal.
 
-    An undamaged journal has none, even if the run was killed.
+    The list is empty for an undamaged journal, even of a killed run.
     """
     try:
         damage = [text for (text,) in journal.rows("PRAGMA integrity_check") if text != "ok"]
@@ -88,7 +88,9 @@ def check(journal: JournalReader) -> list[str]:
 
 
 def _wrong_token_values(journal: JournalReader) -> Iterator[str]:
-    """Yield a sentence for each problem in the table `trained_tokens`."""
+    """Yield a sentence for each row of the table `trained_tokens` that is damaged or
+    inconsistent.
+    """
     if not journal.token_steps():
         return
     sampled = {
@@ -118,8 +120,8 @@ def _wrong_token_values(journal: JournalReader) -> Iterator[str]:
 
 
 def content(journal: JournalReader) -> Row:
-    """Return, by name, a journal's numbers of groups, episodes, tokens, checkpoints and
-    versions.
+    """Return the numbers of groups, episodes, tokens, checkpoints and versions in a journal, by
+    name.
     """
     groups = journal.groups()
     ends: Counter[str] = Counter(group.ended for group in groups)
@@ -154,7 +156,9 @@ def content(journal: JournalReader) -> Row:
 
 
 def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
-    """Return a table for a terminal with the numbers in a journal (`content`) and its problems."""
+    """Return a table for a terminal: the numbers in a journal (`content`), and `problems` from
+    `check`.
+    """
     found = content(journal)
     last = f", the last at step {found['last_checkpoint_step']}" if found["checkpoints"] else ""
     sampled = found["sampled_tokens"]

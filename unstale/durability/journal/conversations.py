@@ -1,4 +1,4 @@
-"""Conversations in readable form from a journal, for reports and exports."""
+"""Read the episodes in a journal as text, for reports and exports."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,13 @@ from unstale.pictures import decoded
 from unstale.records import Piece, Sampled, Task, Trajectory, is_reply
 
 Decode = Callable[[Sequence[int]], str]
-"""A function that turns token ids into text."""
+"""The type of functions that turn token ids into text."""
 
 
 def load_decoder(run: Path) -> Decode:
-    """Return the function that turns the tokens of a run into text.
+    """Return a function that turns a run's token ids into text, with the run's own tokenizer.
 
-    Raises OSError or ValueError if the run's `tokenizer.json` cannot be read.
+    Raises `OSError` or `ValueError` if the run's `tokenizer.json` cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -47,7 +47,8 @@ ORDER BY step, consumed.place, sibling, episode"""
 def trained_episodes(journal: JournalReader) -> Iterator[dict[str, Any]]:
     """Yield a summary of every episode that was trained on, in the order of training.
 
-    Tokens are not read. Raises `JournalError` if the journal is damaged.
+    It has the step, the task, the reward, the end and the versions, but no tokens. Raises
+    `JournalError` if the journal is damaged.
     """
     for episode, step, env, split, index, stop, rewards, facts, versions in journal.rows(TRAINED):
         with journal.wrap_errors(f"episode {episode}"):
@@ -64,9 +65,11 @@ def trained_episodes(journal: JournalReader) -> Iterator[dict[str, Any]]:
 
 
 def conversation(stored: StoredEpisode, decode: Decode) -> dict[str, Any]:
-    """Return an episode as text: its summary, and `turns` with `role`, `text` and `pieces`.
+    """Return an episode as text: a summary and `turns`, each with `role`, `text` and `pieces`.
 
-    A piece is a part of a reply that one version of the weights sampled.
+    `role` is "assistant" or "environment". A turn has several pieces if a weight update interrupted
+    a reply: one for each version of the weights that sampled a part of it. `decode` turns tokens
+    into text.
     """
     trajectory = stored.trajectory
     return {
@@ -84,15 +87,18 @@ def conversation(stored: StoredEpisode, decode: Decode) -> dict[str, Any]:
 
 
 def fork_columns(trajectory: Trajectory) -> dict[str, int | None]:
-    """Return the columns of an export about the fork of an episode. They are None without one."""
+    """Return an export's columns about an episode's fork: `parent` and `forked_at`.
+
+    `parent` is the number of the episode from which it was forked, and `forked_at` the number of
+    tokens that both share. They are None if it was not forked.
+    """
     fork = trajectory.fork
     return {"parent": fork.parent if fork else None, "forked_at": fork.at if fork else None}
 
 
 def _turns(pieces: Sequence[Piece], decode: Decode) -> list[dict[str, Any]]:
-    """Join successive tokens of the policy, and successive tokens of the environment, into turns.
-
-    A reply that a weight update interrupted has one piece for each version that sampled it.
+    """Return an episode's turns. Successive pieces of the policy, or of the environment, are one
+    turn.
     """
     turns: list[dict[str, Any]] = []
     for piece in pieces:

@@ -1,8 +1,8 @@
-"""Files next to the journal with the routed experts of sampled tokens of an MoE model.
+"""Files next to the journal with the experts that an MoE model used for each sampled token.
 
-Each group has one file. Routed experts take a hundred times the space of tokens, so they are not in
-the database. The files are not flushed to disk. Experts that a crash of the machine loses are
-missing when the run resumes.
+Each group of episodes has one file. Routed experts take a hundred times the space of tokens, so
+they are not in the database. The files are not flushed to disk. If the machine crashes, the last
+experts may be missing when the run resumes.
 """
 
 import math
@@ -22,46 +22,51 @@ from unstale.records import Sampled
 from unstale.routed_experts import RoutedExperts
 
 ROUTED_EXPERTS = "routes"
-"""Name of the folder in a run folder that has the files of routed experts."""
+"""Name of the folder in a run folder for the files of routed experts."""
 
 _MAGIC = b"UXR1"
 _HEADER = struct.Struct("<4sqqqqIIIIII")
-"""Format of a record's header: magic number, episode, position, version, start, rows, layers,
-experts for each token, bytes of one expert's number, two checksums.
+"""Format of a record's header: magic number, episode, position of the piece, version, index of the
+first token, numbers of tokens, of layers and of experts for each token, bytes of one expert's
+number, two checksums.
 """
 _SEAL = struct.Struct("<I")
 _DTYPES = {1: "uint8", 2: "int16"}
 
 
 class ExpertKey(NamedTuple):
-    """The key of a record: the sampled tokens whose routed experts it has."""
+    """The key of a record in these files: the run of sampled tokens whose experts the record has.
+
+    `position` is the index of this run of tokens (a `Sampled` piece) in the episode, and `version`
+    the version that sampled it.
+    """
 
     episode: int
     position: int
     version: int
     tokens: int
-    """Checksum of the sampled tokens whose routed experts the record has."""
+    """Checksum of the token ids."""
 
 
 class ExpertFiles:
-    """A writer and reader of the files of routed experts.
+    """A writer and reader of the files of routed experts in `folder`.
 
-    A separate thread writes, so that only `flush` and `close` wait for the disk.
+    A separate thread writes, so only `flush` and `close` wait for the disk.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         """Use the files in `folder`.
 
-        A group's file is removed `keep` checkpoints after the first one that follows training on
-        it.
+        A group's file is removed `keep` checkpoints after the first checkpoint that was trained on
+        the group.
         """
         self.folder = folder
         self._keep = keep
         self.on_error: Callable[[Exception], None] = lambda error: None
-        """A function called in the writing thread if a file cannot be written or removed."""
+        """A function that the writing thread calls if a file cannot be written or removed."""
         self._consumed: deque[list[int]] = deque()
         """For each of the last checkpoints, oldest first: the groups that were trained on since the
-        previous checkpoint, whose files are still there.
+        checkpoint before it. Their files still exist.
         """
         self._opened: set[int] = set()
         """Groups whose files are known to end with a complete record. Only the writing thread uses
@@ -74,19 +79,19 @@ class ExpertFiles:
         self._is_closed = False
 
     def write(self, group: int, episode: int, position: int, piece: Sampled) -> None:
-        """Append the routed experts of sampled tokens to the group's file.
+        """Append the routed experts of a piece, a run of sampled tokens, to the group's file.
 
-        `position` is the index of `piece` in the episode's record. Experts that earlier records
-        have are left out. If an earlier process was killed while it wrote to the file, the damaged
-        end of the file is removed first.
+        `position` is the index of `piece` in the episode. Only experts that `piece` has are
+        written. If a killed process left an incomplete record in the file, this record is removed
+        first.
         """
         if piece.routed_experts is not None:
             self._submit(self._append, group, _key(episode, position, piece), piece.routed_experts)
 
     def flush(self, stuck_s: float | None = None) -> None:
-        """Wait until everything that was passed to `write` is in the files.
+        """Block until everything that was passed to `write` is in the files.
 
-        Raises TimeoutError if nothing could be written for `stuck_s` seconds.
+        Raises TimeoutError if nothing could be written for `stuck_s` seconds. None waits forever.
         """
         mark: Future[None] = Future()
         self._submit(mark.set_result, None)
@@ -99,9 +104,9 @@ class ExpertFiles:
                     raise
 
     def close(self, stuck_s: float | None = None) -> None:
-        """Write everything that is queued, then end the writing thread.
+        """Write everything that was passed to `write`, then end the writing thread.
 
-        Raises TimeoutError if nothing could be written for `stuck_s` seconds.
+        Raises TimeoutError if nothing could be written for `stuck_s` seconds. None waits forever.
         """
         try:
             if self._thread is not None and not self._is_closed:
@@ -113,9 +118,10 @@ class ExpertFiles:
             self._thread.join(stuck_s)
 
     def consumed(self, groups: Iterable[int]) -> None:
-        """Record the groups that a new checkpoint was trained on since the one before.
+        """Record `groups`, which a new checkpoint was trained on since the checkpoint before it.
 
-        The files of the oldest recorded checkpoint's groups are removed.
+        If more than `keep` checkpoints are recorded, the files of the oldest one's groups are
+        removed.
         """
         self._consumed.append([*groups])
         while len(self._consumed) > self._keep:
@@ -124,8 +130,8 @@ class ExpertFiles:
     def read(self, group: int) -> dict[ExpertKey, RoutedExperts]:
         """Return the recorded routed experts of a group. Empty if the group has no file.
 
-        Damaged records are left out, and so are all records after a damaged header. If the same
-        tokens have several records, the last one counts.
+        Damaged records are left out, and so are all records after a damaged header. Of several
+        records for the same tokens, the last one counts.
         """
         try:
             data = self._path(group).read_bytes()
@@ -137,9 +143,9 @@ class ExpertFiles:
     def find(
         records: dict[ExpertKey, RoutedExperts], episode: int, position: int, piece: Sampled
     ) -> RoutedExperts | None:
-        """Return the recorded routed experts of sampled tokens, or None if they have no record.
+        """Return the routed experts of `piece` from `records`, or None if it has no record.
 
-        `position` is the index of `piece` in the episode's record.
+        `position` is the index of `piece` in the episode `episode`.
         """
         return records.get(_key(episode, position, piece))
 
@@ -156,7 +162,6 @@ class ExpertFiles:
         self._queue.put(partial(act, *arguments))
 
     def _work(self) -> None:
-        """Call the functions in the queue until None comes. Runs in the writing thread."""
         while (act := self._queue.get()) is not None:
             try:
                 act()
@@ -211,7 +216,7 @@ def _remove_damaged_end(path: Path) -> None:
 def _records(data: bytes) -> Iterator[tuple[ExpertKey, RoutedExperts, int]]:
     """Yield the key and experts of each valid record, and the offset of its end in `data`.
 
-    Records after a damaged header cannot be read.
+    It ends at a damaged header, because the records after it cannot be found.
     """
     import numpy as np
 

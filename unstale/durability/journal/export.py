@@ -1,4 +1,4 @@
-"""Export a journal: trajectories by token, conversations as text, or a sample of tokens."""
+"""Export a journal: its episodes token by token, its episodes as text, or its samples of tokens."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -15,22 +15,25 @@ from unstale.records import NO_VERSION, Placed, Sampled, Trajectory, walk
 from unstale.token_values import TokenFlag
 
 ROW_GROUP = 256
-"""Number of rows in a row group of a Parquet file."""
+"""Number of rows that are written to a Parquet file at a time, as one row group."""
 
 TRAINED_COLUMNS = ("log_d", "log_s", "weight", "advantage", "entropy", "exact", "outcome")
-"""Columns with one value for each token in the row of a trajectory. They exist only if the journal
-has the values of trained tokens.
+"""Columns of an exported trajectory with one value for each of its tokens. They exist only if the
+journal has the values of trained tokens.
 """
 
 Content = Literal["tokens", "text", "samples"]
-"""The kind of an export's rows. `tokens`: a row is one trajectory, with lists over its tokens.
-`text`: a row is one conversation. `samples`: a row is one token of the sample that was logged for a
-step (`JournalReader.token_samples`).
+"""The kind of rows that an export has. `tokens`: a row is one episode, with a list over its tokens
+in each column. `text`: a row is one episode as text. `samples`: a row is one of the tokens that
+each step samples for its log (`JournalReader.token_samples`).
 """
 
 
 def export_rows(journal: JournalReader, content: Content, decode: Decode) -> Iterator[Row]:
-    """Yield the rows of an export one at a time, because a journal may be larger than memory."""
+    """Yield the rows of an export of `content`. Only one row is in memory at a time.
+
+    `decode` turns tokens into text.
+    """
     match content:
         case "tokens":
             kept = journal.token_steps()
@@ -44,10 +47,10 @@ def export_rows(journal: JournalReader, content: Content, decode: Decode) -> Ite
 def _token_row(
     journal: JournalReader, kept: Mapping[int, Sequence[int]], episode: StoredEpisode
 ) -> Row:
-    """Return a trajectory as a row, with the values of its trained tokens if the journal has any.
+    """Return an episode as a row, with the values of its trained tokens if the journal has any.
 
-    `kept` has, for each group, the steps whose token values the journal has. The values come from
-    the first step that trained on the episode, and are None if the journal has none.
+    `kept` has, by group, the steps whose token values the journal has. The values are those of the
+    first step that trained on the episode. They are None if no such step trained on it.
     """
     row = token_row(episode)
     if not kept:
@@ -61,8 +64,9 @@ def _token_row(
 def trained_columns(trajectory: Trajectory, values: TrainedTokens | None) -> Row:
     """Return the values of an episode's trained tokens as further columns of its row.
 
-    Each column is a list with one entry for each token. An entry is None for a context token, and
-    if its value is unknown.
+    The columns of `TRAINED_COLUMNS` are lists with one entry for each token of the episode. An
+    entry is None for a context token, or if the value is not known. Without `values`, all columns
+    are None.
     """
     if values is None:
         return {"route": None, "minibatch": None, **dict.fromkeys(TRAINED_COLUMNS)}
@@ -83,7 +87,9 @@ def trained_columns(trajectory: Trajectory, values: TrainedTokens | None) -> Row
 
 
 def token_row(episode: StoredEpisode) -> Row:
-    """Return a trajectory as a row. Its last six columns are lists with one entry per token."""
+    """Return an episode as a row of an export. The last six columns are lists with one entry per
+    token.
+    """
     trajectory = episode.trajectory
     behavior_logp: list[float | None] = []
     source_logp: list[float | None] = []
@@ -133,7 +139,7 @@ def write_jsonl(rows: Iterable[Row], out: IO[str]) -> None:
 def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
     """Write the rows to a Parquet file. Raises `ConfigError` if pyarrow is missing.
 
-    The first row decides the columns.
+    The file has the columns of values of trained tokens if the first row has them.
     """
     try:
         import pyarrow
@@ -152,10 +158,10 @@ def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
 
 
 def parquet_schema(pyarrow: Any, content: Content, *, with_values: bool) -> Any:
-    """Return the Parquet schema of an export of `content`: its columns and their types.
+    """Return the schema of a Parquet export of `content`: its columns and their types.
 
-    `with_values` adds the values of trained tokens, such as their advantages, to rows of
-    trajectories.
+    `pyarrow` is the module. `with_values` adds the columns of values of trained tokens, such as
+    advantages, to an export of `tokens`.
     """
     text, integer, number = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     versions = pyarrow.list_(pyarrow.int32())

@@ -1,4 +1,4 @@
-"""Read the journal of a run, and turn its rows into records.
+"""Read the journal of a run, and turn the rows of its tables into records.
 
 The database is opened read-only, and nothing that it contains is executed.
 """
@@ -66,10 +66,10 @@ GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group of episodes that was started, with its end. Times are seconds since 1970.
+    """A group of episodes in the journal, from its start on. Times are in seconds since 1970.
 
-    `handed_out` is the time of the start. `finished` is the time at which its last episode ended,
-    or None before that.
+    `handed_out` is the time of its start. `finished` is the time at which its last episode ended,
+    or None if some have not ended.
     """
 
     number: int
@@ -78,23 +78,25 @@ class GroupRow:
     handed_out: float
     finished: float | None
     step: int | None
-    """The optimizer step that trained on the group. None if no step did."""
+    """The step that trained on the group. None if no step did."""
     version: int | None
-    """The version of the policy with which this step began. None if no step trained on the group.
+    """The version of the policy at the beginning of `step`.
+
+    None if no step trained on the group.
     """
     num_trajectories: int
     num_failures: int
-    """Number of failed attempts at the group's episodes. Attempts that were repeated count, too."""
+    """Number of failed attempts at the group's episodes, including attempts that were repeated."""
     place: int
-    """Index of the task in the sequence of training tasks."""
+    """Index of the group's task in the sequence of training tasks."""
 
     @property
     def ended(self) -> GroupEnd:
-        """The group's end: "open", "finished" (not trained on), "consumed" (trained on) or
-        "failed".
+        """The group's end: "open" (not all episodes ended), "finished" (not trained on), "consumed"
+        or "failed".
 
-        "failed" means that no episode of the group finished. If a batch contained such a group, its
-        end is "failed" too, not "consumed".
+        "consumed" means that a step trained on it. "failed" means that all of its episodes failed,
+        even if a batch contained the group.
         """
         if self.finished is None:
             return "open"
@@ -105,9 +107,9 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredEpisode:
-    """A finished episode, the number of its group, and the step that trained on it.
+    """A finished episode in the journal, with the number of its group.
 
-    `step` is None if no step trained on it.
+    `step` is the step that trained on it. None if no step did.
     """
 
     trajectory: Trajectory
@@ -117,10 +119,7 @@ class StoredEpisode:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """A checkpoint in the journal.
-
-    `checkpoint` is its number, and `name` the name of its folder.
-    """
+    """A checkpoint in the journal: its number, step and version, and the name of its folder."""
 
     checkpoint: int
     step: int
@@ -129,7 +128,7 @@ class CheckpointRow:
 
 
 class JournalReader:
-    """A reader of a journal. It sees the journal as it was when the reader was created.
+    """A reader of a journal, which it sees as it was when the reader was created.
 
     Use it as a context manager, or call `close`.
     """
@@ -137,17 +136,17 @@ class JournalReader:
     def __init__(
         self, path: Path, routed_experts: ExpertFiles | None = None, *, leave_files: bool = False
     ) -> None:
-        """Open a journal for reading.
+        """Open the journal `path` for reading.
 
-        `routed_experts` are the files with the experts of sampled tokens, or None if experts are
-        not needed. With `leave_files`, no file of the folder is written, not even the lock file of
-        the write-ahead log. Raises FileNotFoundError without a journal file, and `JournalError` if
-        the file is not a journal.
+        `routed_experts` are the files with the experts that an MoE model used. With None, sampled
+        tokens are returned without them. With `leave_files`, no file of the folder is written, not
+        even the lock file of the write-ahead log. Raises FileNotFoundError if `path` does not
+        exist, and `JournalError` if it is not a journal.
         """
         self.path = path
         self._routed_experts = routed_experts
         self._group_experts: tuple[int, dict[ExpertKey, RoutedExperts]] | None = None
-        """The number of the group whose routed experts were read last, and these experts."""
+        """The group whose routed experts were read last: its number and these experts."""
         if not path.is_file():
             problem = f"{path.name} is missing"
             if not path.parent.is_dir():
@@ -187,14 +186,14 @@ class JournalReader:
     def num_bytes(self) -> int:
         """Size in bytes of the journal's main file.
 
-        While the run is active, a `-wal` file has a few MB more.
+        While the run is active, a few MB more are in SQLite's `-wal` file.
         """
         ((pages,),) = self.rows("PRAGMA page_count")
         ((page_bytes,),) = self.rows("PRAGMA page_size")
         return int(pages * page_bytes)
 
     def rows(self, statement: str, *parameters: int | str) -> list[tuple[Any, ...]]:
-        """Return the rows that an SQL statement yields."""
+        """Return the rows that an SQL statement yields. `parameters` replace its question marks."""
         with self.wrap_errors():
             return self._connection.execute(statement, parameters).fetchall()
 
@@ -216,17 +215,23 @@ class JournalReader:
         ]
 
     def versions(self) -> list[int]:
-        """Return the published versions of the weights, in order of publication."""
+        """Return the numbers of the published weight versions, in order of publication."""
         return [version for (version,) in self.rows("SELECT version FROM versions ORDER BY id")]
 
     def events(self) -> list[dict[str, Any]]:
-        """Return all events of the run in order, such as the metrics of a step (kind "step")."""
+        """Return all events of the run, oldest first, with time (`at`), `kind` and the event's own
+        fields.
+
+        An example is an event of kind "step", whose fields are the metrics of a step.
+        """
         rows = self.rows("SELECT at, kind, fields FROM events ORDER BY id")
         with self.wrap_errors("the events"):
             return [{"at": at, "kind": kind, **_parse_object(fields)} for at, kind, fields in rows]
 
     def checkpoints(self) -> list[CheckpointRow]:
-        """Return the recorded checkpoints in order. The run continues from the last one."""
+        """Return the checkpoints in the journal, oldest first. A resumed run continues from the
+        last one.
+        """
         return [
             CheckpointRow(*row)
             for row in self.rows(
@@ -235,15 +240,18 @@ class JournalReader:
         ]
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return the metrics of every logged step, as in `metrics.jsonl`."""
+        """Return the metrics of every logged step, oldest first.
+
+        They are those in `metrics.jsonl`.
+        """
         rows = self.rows("SELECT fields FROM events WHERE kind = 'step' ORDER BY id")
         with self.wrap_errors("the metrics"):
             return [_parse_object(fields) for (fields,) in rows]
 
     def logged_step(self, step: int) -> tuple[int, dict[str, Any]]:
-        """Return the id of the event with the metrics of a step, and the metrics.
+        """Return the metrics of a step, after the id of the event that has them.
 
-        Returns (-1, {}) if the metrics were not logged.
+        Returns (-1, {}) if they were not logged.
         """
         rows = self.rows("SELECT id, fields FROM events WHERE kind = 'step' ORDER BY id DESC")
         with self.wrap_errors("the metrics"):
@@ -253,8 +261,10 @@ class JournalReader:
         return -1, {}
 
     def token_samples(self, *, newest: int = -1) -> Iterator[dict[str, Any]]:
-        """Yield a row for each logged sample token: step, lag in versions, log_d and log_s.
+        """Yield a row for each token of the samples that the run logged: step, lag, log_d and
+        log_s.
 
+        The lag is the number of versions by which the token is older than the weights in training.
         log_d is old_logp - behavior_logp and log_s is logp - old_logp. A token that was audited
         also has `true_log_d` and `true_log_s`, which are computed with the exact old_logp. With
         `newest`, only the samples of the last `newest` steps are read.
@@ -275,8 +285,8 @@ class JournalReader:
     def failed_shares(self, number: int) -> tuple[float, ...]:
         """Return the share of failed episodes in each of the last `number` finished groups.
 
-        The shares are in the order in which the groups began. An episode counts as failed if its
-        newest attempt failed.
+        The shares are in the order in which the groups were started. An episode failed if its last
+        attempt failed.
         """
         rows = self.rows(
             f"""SELECT avg(trajectories.episode IS NULL)
@@ -288,7 +298,11 @@ class JournalReader:
         return tuple(share for (share,) in reversed(rows))
 
     def unsound(self) -> list[str]:
-        """Return a sentence for each table in which rows were changed, lost or added."""
+        """Return a sentence for each table of the journal in which rows were changed, lost or
+        added.
+
+        The list is empty for an undamaged journal.
+        """
         problems = []
         for table in TABLES:
             columns = COLUMNS[table]
@@ -304,8 +318,8 @@ class JournalReader:
         return problems
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the number of started groups, the next task's index, and the number of
-        episodes.
+        """Return how many groups were started, the index of the next training task, and how many
+        episodes were begun.
         """
         ((groups, place, episodes),) = self.rows(
             """SELECT coalesce(max(number) + 1, 0), coalesce(max(place) + 1, 0),
@@ -314,7 +328,7 @@ class JournalReader:
         return groups, place, episodes
 
     def given_up(self, retries: int) -> frozenset[Task]:
-        """Return the tasks with an episode that failed more than `retries` times."""
+        """Return the tasks for which an episode failed more than `retries` times."""
         rows = self.rows(
             """SELECT env, split, task FROM groups WHERE number IN (
                 SELECT number FROM episodes JOIN failures USING (episode)
@@ -324,9 +338,10 @@ class JournalReader:
         return frozenset(Task(*row) for row in rows)
 
     def requests(self) -> list[GroupRequest]:
-        """Return the groups that no recorded checkpoint was trained on, in order of their start.
+        """Return the groups that no checkpoint in the journal was trained on, in the order of their
+        start.
 
-        Each request has the recorded state of the group's episodes.
+        Each is a request to run the group's episodes, with what the journal recorded of them.
         """
         rows = self.rows(
             """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL
@@ -357,9 +372,10 @@ class JournalReader:
         return requests
 
     def _sizes(self) -> dict[int, tuple[int, ...]]:
-        """Return, by group, the numbers of episodes that differ from `schedule.group_size`.
+        """Return the sizes of groups that were not started with `schedule.group_size` episodes or
+        enlarged.
 
-        A group's first number is the one at its start. Each enlargement adds a further one.
+        By group: the number of episodes at its start, then after each enlargement.
         """
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", GROUP_SIZE)
         sizes: dict[int, tuple[int, ...]] = {}
@@ -371,13 +387,15 @@ class JournalReader:
         return sizes
 
     def turn_limits(self) -> dict[int, TurnLimit]:
-        """Return the turn limit of each group that has one, by the group's number."""
+        """Return the turn limits of groups by the number of the group. Groups without one are left
+        out.
+        """
         return self._of_groups(TURN_LIMIT, TurnLimit)
 
     def _of_groups(self, kind: str, read: Callable[..., _Read]) -> dict[int, _Read]:
-        """Return what the events of a kind say of each group, by the group's number.
+        """Return, by the number of the group, what `read` makes of the group's event of a kind.
 
-        `read` gets the other fields of an event.
+        `read` gets the event's other fields. Groups without such an event are left out.
         """
         found = {}
         for (fields,) in self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", kind):
@@ -388,7 +406,11 @@ class JournalReader:
         return found
 
     def _rounds(self) -> dict[int, tuple[Mapping[str, Any], ...]]:
-        """Return the decisions about the episodes of each group that has some, round by round."""
+        """Return, by the number of the group, the recorded decisions about its episodes, oldest
+        first.
+
+        Groups without such decisions are left out.
+        """
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", ROUND)
         rounds: dict[int, tuple[Mapping[str, Any], ...]] = {}
         with self.wrap_errors("the rounds of groups"):
@@ -404,14 +426,14 @@ class JournalReader:
         return {Task(env, split, index): count for env, split, index, count in rows}
 
     def trajectories(self) -> Iterator[StoredEpisode]:
-        """Yield every finished episode, in the order in which the episodes began."""
+        """Yield every finished episode, in the order in which the episodes were begun."""
         for (episode,) in self.rows("SELECT episode FROM trajectories ORDER BY episode"):
             yield self.episode(episode)
 
     def group(self, number: int) -> Group:
-        """Return a finished group with its last attempt at each episode.
+        """Return a finished group, with the result of the last attempt at each of its episodes.
 
-        Raises `JournalError` if it is not finished.
+        Raises `JournalError` if the group is not finished.
         """
         rows = self.rows(
             "SELECT env, split, task FROM groups JOIN finished USING (number) WHERE number = ?",
@@ -436,23 +458,29 @@ class JournalReader:
         )
 
     def consumed(self, step: int) -> list[Group]:
-        """Return the groups that a step trained on, in the order of the batch."""
+        """Return the groups that a step trained on for the first time, in the order of the
+        batch.
+        """
         rows = self.rows("SELECT number FROM consumed WHERE step = ? ORDER BY place", step)
         return [self.group(number) for (number,) in rows]
 
     def replayed(self, step: int | None = None) -> list[int]:
-        """Return the numbers of the groups that a step trained on again, in the order of the batch.
+        """Return the numbers of groups that a step trained on although an earlier step had trained
+        on them.
 
-        Without `step`, return the groups of all steps in order.
+        They are in the order of the batch. Without `step`, those of all steps are returned, by
+        step.
         """
         where = "" if step is None else f"WHERE step = {int(step)}"
         rows = self.rows(f"SELECT number FROM replayed {where} ORDER BY step, place")
         return [number for (number,) in rows]
 
     def token_steps(self) -> dict[int, list[int]]:
-        """Return for each group the steps whose token values (log D, weight, ...) the journal has.
+        """Return, by group, the steps for which the journal has values of the group's trained
+        tokens.
 
-        Groups and steps are in order. A group that was replayed has several steps.
+        Such values are log D, log S, the weight and the advantage. Groups and steps are in order. A
+        group has several steps if several trained on it.
         """
         steps: dict[int, list[int]] = {}
         rows = self.rows("SELECT number, step FROM trained_tokens ORDER BY number, step")
@@ -462,7 +490,7 @@ class JournalReader:
 
     @property
     def num_token_values(self) -> int:
-        """Number of trained tokens whose values (log D, log S, ...) the journal has.
+        """Number of trained tokens for which the journal has values, such as log D and the weight.
 
         A token counts once for each step that trained on it.
         """
@@ -470,9 +498,11 @@ class JournalReader:
         return int(count)
 
     def token_rows(self) -> Iterator[tuple[int, int, str, int, bytes]]:
-        """Yield the rows of token values: group, step, route, number of tokens, packed values.
+        """Yield the rows of the table `trained_tokens`: group, step, route, number of tokens,
+        packed values.
 
-        The route is the way in which `old_logp` was computed.
+        The route is the way in which `old_logp` was computed, as in the option `old_logps.route`.
+        The values are packed by `token_rows.pack_tokens`.
         """
         for group in self.token_steps():
             yield from self.rows(
@@ -486,11 +516,11 @@ class JournalReader:
     ) -> list[TrainedTokens]:
         """Return the values of a group's trained tokens, one element for each episode and step.
 
-        Each element has arrays `[n]` over the episode's sampled tokens, in order. Only episodes in
-        the batch are returned, in the order of the steps, then of the batch. Without `step`, all
-        steps that trained on the group are included. With `episode`, only this episode is returned.
-        Empty if the journal has no values of this group. A step's values are available as soon as
-        the step is committed, before its checkpoint. Raises `JournalError` if a row is damaged.
+        The arrays of an element are `[n]`, over the episode's sampled tokens in order. Elements are
+        in the order of the steps, then of the batch. Without `step`, all steps that trained on the
+        group are included. With `episode`, only this episode is returned. Empty if the journal has
+        no values of this group. A step's values can be read before its checkpoint is written.
+        Raises `JournalError` if a row is damaged.
         """
         found: list[TrainedTokens] = []
         for row in self._token_rows(group, step):
@@ -501,9 +531,9 @@ class JournalReader:
     def token_values(self, group: int, step: int) -> list[TokenValues]:
         """Return the values of a group's trained tokens in one step, one element for each episode.
 
-        The values are as in `trained_tokens`, but without `logp`, `old_logp` and `behavior_logp`,
-        for which the episodes' tokens would have to be read. This takes a third of the time. The
-        number of tokens is not checked. Raises `JournalError` if the row is damaged.
+        The elements have no `logp`, `old_logp` and `behavior_logp`, because these need the
+        episodes' tokens. So this takes a third of the time of `trained_tokens`. Whether the
+        episodes have as many tokens is not checked. Raises `JournalError` if the row is damaged.
         """
         found: list[TokenValues] = []
         for row in self._token_rows(group, step):
@@ -512,7 +542,9 @@ class JournalReader:
         return found
 
     def _token_rows(self, group: int, step: int | None) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a group's trained tokens, in the order of the steps."""
+        """Yield a group's rows of the table `trained_tokens`, by step. With `step`, only that of
+        this step.
+        """
         where = "" if step is None else f"AND step = {int(step)}"
         rows = self.rows(
             f"SELECT {', '.join(COLUMNS['trained_tokens'])}, seal FROM trained_tokens "
@@ -526,10 +558,9 @@ class JournalReader:
             yield row
 
     def _trained(self, row: Sequence[Any], episode: int | None) -> list[TrainedTokens]:
-        """Return the trained tokens in a row of the table `trained_tokens`.
+        """Return the values in a row of the table `trained_tokens`, one element for each episode.
 
-        They are those of all its episodes, or only of `episode` if that is given. Raises ValueError
-        if the row is wrong.
+        With `episode`, only this episode is returned. Raises ValueError if the row is wrong.
         """
         import numpy as np
 
@@ -585,9 +616,9 @@ class JournalReader:
             return StoredEpisode(trajectory, number, step)
 
     def fork(self, episode: int, pieces: Sequence[Piece]) -> Fork | None:
-        """Return where an episode was forked from another one. None if it was not forked.
+        """Return where and how an episode was forked from another one. None if it was not forked.
 
-        `pieces` are those of the episode.
+        `pieces` are the pieces of the episode.
         """
         for parent, at in self.rows("SELECT parent, at FROM forks WHERE episode = ?", episode):
             note, writes = self._note(episode)
@@ -596,20 +627,22 @@ class JournalReader:
         return None
 
     def _note(self, episode: int) -> tuple[str, bool]:
-        """Return the note of an episode, and True if it is the whole prompt. Empty without one."""
+        """Return the note that ends an episode's prompt, and True if the note is the whole prompt.
+
+        ("", False) if the episode has no note.
+        """
         rows = self.rows("SELECT note, writes FROM notes WHERE episode = ?", episode)
         return next(((note, bool(writes)) for note, writes in rows), ("", False))
 
     def _role(self, episode: int) -> str:
-        """Return the role that the policy has in a conversation. Empty if it has none."""
         return "".join(
             row[0] for row in self.rows("SELECT role FROM roles WHERE episode = ?", episode)
         )
 
     def pieces(self, episode: int) -> tuple[Piece, ...]:
-        """Return the recorded tokens of an episode, which may not have ended yet.
+        """Return the recorded tokens of an episode as pieces. The episode may not have ended yet.
 
-        A piece has successive tokens that are all context, or all sampled by one version.
+        A piece is a run of tokens that are all context, or that one weight version sampled.
         """
         rows = self.rows(
             f"SELECT {', '.join(COLUMNS['pieces'])}, seal FROM pieces WHERE episode = ? "
@@ -626,7 +659,9 @@ class JournalReader:
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
     def _with_annexes(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        """Return pieces with what other tables have of them: kept sets, sources and signals."""
+        """Return pieces with what other tables have of them, such as kept sets and pictures
+        (`_ANNEXES`).
+        """
         found = list(pieces)
         for table, attach in _ANNEXES.items():
             rows = self.rows(
@@ -693,10 +728,10 @@ class JournalReader:
         )
 
     def _branches(self, episode: int) -> list[tuple[int, bool]]:
-        """Return the further conversations of an episode's last attempt.
+        """Return `(episode number, ended)` of the further conversations of an episode's last
+        attempt.
 
-        An external agent begins one when it edits its history. Each is a pair: its episode number,
-        and True if it has ended.
+        An agent begins a further conversation when it edits its history or starts a sub-agent.
         """
         return self.rows(
             """SELECT more.episode, t.episode IS NOT NULL
@@ -707,7 +742,7 @@ class JournalReader:
         )
 
     def _outcome(self, episode: int, task: Task) -> Trajectory | Failure | None:
-        """Return the result of an attempt at an episode, with its further conversations.
+        """Return the result of an attempt at an episode, with the attempt's further conversations.
 
         None if the attempt has not ended.
         """
@@ -723,9 +758,10 @@ class JournalReader:
 
     @contextmanager
     def wrap_errors(self, subject: str = "") -> Iterator[None]:
-        """Return a context that turns database errors into a `JournalError` with the file's name.
+        """Return a context that turns an error of reading into a `JournalError` with the file's
+        name.
 
-        `subject` names what was read.
+        `subject` names in the error what was read.
         """
         try:
             yield
@@ -769,16 +805,17 @@ _ANNEXES: Mapping[str, Callable[..., Piece]] = {
     "placed": to_placed,
     "signals": _with_signals,
 }
-"""Tables with further columns of pieces, and functions that add them to a piece."""
+"""Tables that some pieces have a further row in, and the function that adds such a row to a
+piece.
+"""
 
 
 def _row_of_tokens(row: Sequence[Any]) -> str:
-    """Return a text that names a row of the table `trained_tokens`, for error messages."""
     return f"the trained tokens of group {row[0]} in step {row[1]}"
 
 
 def _unpack_row(row: Sequence[Any]) -> list[TokenValues]:
-    """Return the token values in a row of the table `trained_tokens`, one element for each episode.
+    """Return the values in a row of the table `trained_tokens`, one element for each episode.
 
     Raises ValueError if the row is wrong.
     """
@@ -790,7 +827,10 @@ def _unpack_row(row: Sequence[Any]) -> list[TokenValues]:
 
 
 def require_tables(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise `JournalError` if the database has other tables, or a view or trigger."""
+    """Raise `JournalError` if a database does not have exactly the tables of a journal.
+
+    A view or trigger also raises it. `path` is named in the error.
+    """
     question = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
     with closing(sqlite3.connect(":memory:")) as fresh:
         fresh.executescript(SCHEMA)
@@ -800,7 +840,9 @@ def require_tables(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def require_sound_wal(path: Path) -> None:
-    """Raise `JournalError` if damage of the `-wal` file makes SQLite ignore later rows."""
+    """Raise `JournalError` if the `-wal` file of a journal is damaged, so that SQLite ignores rows
+    in it.
+    """
     try:
         damage = find_damage(path)
     except OSError as error:
@@ -819,14 +861,14 @@ def require_sound_wal(path: Path) -> None:
 
 
 def holds_journal(path: Path) -> bool:
-    """Return True if there is a journal file that is not empty. A crash may leave an empty one."""
+    """Return True if `path` is a file that is not empty. A crash may leave an empty one."""
     return path.is_file() and path.stat().st_size > 0
 
 
 def identity(path: Path) -> int:
-    """Return the random number that a journal got when it was created. Checkpoints store it, too.
+    """Return the random number that a journal got when it was created. 0 if there is no journal.
 
-    0 if there is no journal.
+    Checkpoints store it, too, which shows to which journal they belong.
     """
     if not holds_journal(path):
         return 0
@@ -835,9 +877,8 @@ def identity(path: Path) -> int:
 
 
 def _roll_back(path: Path) -> None:
-    """Undo the unfinished transaction of a writer that was killed.
-
-    A read-only connection cannot do this.
+    """Undo the unfinished transaction of a killed writer, which a read-only connection cannot
+    do.
     """
     if path.with_name(f"{path.name}-journal").exists():
         with closing(sqlite3.connect(path)) as writer:
@@ -845,7 +886,11 @@ def _roll_back(path: Path) -> None:
 
 
 def _text_of_fork(pieces: Sequence[Piece], at: int) -> tuple[ContextPiece | Placed, ...]:
-    """Return the placed text with which an episode begins after its first `at` tokens."""
+    """Return the text that a fork put after an episode's first `at` tokens, up to the last placed
+    text.
+
+    The environment's answers between placed texts are included.
+    """
     text: list[ContextPiece | Placed] = []
     last = 0
     for start, piece, _ in walk(pieces):

@@ -1,4 +1,4 @@
-"""Statistics of the ends of groups and episodes, to find losses that bias the training data.
+"""Compare episodes that were trained on with lost ones, because losses may bias the training data.
 
 Lengths are computed from stored numbers of tokens. No token is read, so 100,000 episodes take
 seconds.
@@ -22,7 +22,7 @@ LOST = ("failed", "given_up", "restarted")
 FATES = (*KEPT, *LOST, "open")
 """Ends of an attempt at an episode. "trained": finished and trained on. "waiting": finished and not
 trained on. "failed": failed and repeated. "given_up": failed and not repeated. "restarted": could
-not be replayed after a resume. "open": not ended, so it is neither kept nor lost.
+not be replayed after a resume. "open": has not ended, so it is neither kept nor lost.
 """
 
 CURVE_POINTS = 40
@@ -56,8 +56,9 @@ LEFT JOIN consumed USING (number) LEFT JOIN trajectories USING (episode)
 LEFT JOIN failures USING (episode) LEFT JOIN restarts USING (episode)
 LEFT JOIN notes USING (episode)
 WHERE coalesce(notes.writes, 0) = 0 AND stop IS NOT 'pruned'"""
-"""SQL query with one row for each attempt that has a token. `provenance` (policy or context) is
-stored before the blobs in a row, so SQLite does not read the blobs.
+"""SQL query with one row for each attempt at an episode that has tokens. Pruned attempts and texts
+about other episodes are left out. In a row of `pieces`, `provenance` is stored before the tokens,
+so SQLite does not read these.
 """
 
 
@@ -70,17 +71,17 @@ class _Attempt(NamedTuple):
 
 
 def survivors(journal: JournalReader) -> Row:
-    """Return the statistics of a journal as JSON values. Raises `JournalError`.
+    """Return statistics of the attempts in a journal, by their end, as JSON values.
 
-    "places" has an entry for each split of each task set:
+    "places" has an entry for each split of each environment:
 
-        env, split  name of the task set and of the split
+        env, split  name of the environment and of the split
         groups      number of groups by `GroupRow.ended`
-        kinds       statistics of the attempts by their end, of all attempts ("generated"), and
-                    of all that have ended ("ended")
-        contrast    mean sampled tokens of lost and of kept attempts, and the standard error of
-                    their difference if attempts were independent; None if fewer than two were
-                    lost or kept
+        kinds       statistics of the attempts by their end (`FATES`), of all ("generated"),
+                    and of all that have ended ("ended")
+        contrast    `contrast` of the sampled tokens of lost and of kept attempts
+
+    Raises `JournalError` if the journal is damaged.
     """
     groups: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for group in journal.groups():
@@ -118,7 +119,7 @@ def _lengths(attempts: Sequence[_Attempt]) -> list[int]:
 
 
 def _statistics(attempts: Sequence[_Attempt]) -> Row:
-    """Return statistics of attempts: number, sampled tokens, turns, mean success and reward.
+    """Return the number of attempts, their sampled tokens and turns, mean success and mean reward.
 
     Success and reward are means over the finished attempts, and None if no attempt finished.
     """
@@ -141,7 +142,8 @@ def _spread(values: Sequence[int]) -> Row:
 
 
 def quantile(values: Sequence[int], share: float) -> int:
-    """Return the smallest sorted value that at least this share of the values does not exceed.
+    """Return the smallest of the sorted `values` that at least the share `share` of them do not
+    exceed.
 
     >>> quantile([1, 2, 3, 4], 0.5), quantile([1, 2, 3, 4], 0.51), quantile([7], 0.1)
     (2, 3, 7)
@@ -150,10 +152,11 @@ def quantile(values: Sequence[int], share: float) -> int:
 
 
 def contrast(lost: Sequence[float], kept: Sequence[float]) -> Row | None:
-    """Compare the mean length of lost and of kept attempts.
+    """Compare the mean lengths of lost and of kept attempts at episodes.
 
-    Return None if fewer than two are lost or kept. `se` is the standard error of the difference of
-    the means, if attempts are independent.
+    `lost` and `kept` have the length of each attempt. `se` is the standard error of the difference
+    of the means, if the attempts are independent. None if fewer than two are lost or fewer than two
+    kept.
 
     >>> contrast([2, 4], [1, 1])
     {'lost': 2, 'kept': 2, 'lost_mean': 3.0, 'kept_mean': 1.0, 'se': 1.0}
@@ -171,11 +174,11 @@ def contrast(lost: Sequence[float], kept: Sequence[float]) -> Row | None:
 
 
 def length_curve(ended: Sequence[int], trained: Sequence[int]) -> list[list[Any]]:
-    """Return points `[tokens, share, share of trained]` of two cumulative distributions of lengths.
+    """Return points `[tokens, share of ended, share of trained]` of two cumulative distributions.
 
-    `ended` and `trained` are the sorted lengths of the ended and of the trained attempts. Each
-    point has the shares of attempts with at most so many sampled tokens, at quantiles of `ended`.
-    Empty if an argument is empty.
+    `ended` and `trained` are the sorted lengths of the attempts that ended and that were trained
+    on. A share is that of attempts with at most `tokens` sampled tokens. The values of `tokens` are
+    quantiles of `ended`. Empty if an argument is empty.
     """
     if not ended or not trained:
         return []

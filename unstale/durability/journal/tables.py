@@ -25,7 +25,7 @@ from unstale.records import (
 JOURNAL = "journal.sqlite"
 
 FORMAT = 10
-"""Number of the journal's format, stored as `user_version` of the database."""
+"""Number of the format of journals. The database stores it as its `user_version`."""
 
 TABLES = {
     "groups": "number INTEGER PRIMARY KEY, env TEXT NOT NULL, split TEXT NOT NULL, "
@@ -82,8 +82,8 @@ TABLES = {
     "fields TEXT NOT NULL, after INTEGER NOT NULL",
     "counts": "name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL",
 }
-"""Columns of each table. `after` is the number of the checkpoint that was the newest when the row
-was written.
+"""Columns of each table, in SQL. The column `after` has the number of the newest checkpoint when
+the row was written.
 """
 
 _KEYS = {
@@ -105,11 +105,13 @@ COLUMNS = {
     name: tuple(column.split()[0] for column in columns.split(", ") if not column.startswith("id "))
     for name, columns in TABLES.items()
 }
-"""Columns that a row's checksum covers: all but an id that the database assigns."""
+"""Names of the columns of each table, without ids that the database assigns. A row's checksum
+covers these columns.
+"""
 
 COUNTED = tuple(name for name in TABLES if name != "counts")
-"""Tables whose numbers of rows are recorded in the table `counts` with every transaction. So a loss
-of whole rows is noticed, which the rows' checksums do not show.
+"""Tables whose numbers of rows the table `counts` has, so that a loss of whole rows is noticed. The
+checksums of rows do not show such a loss.
 """
 
 REPEATED = (
@@ -130,37 +132,37 @@ REPEATED = (
     "groups",
     "versions",
 )
-"""Tables whose rows after a checkpoint are deleted on a resume of a deterministic run, which writes
-them again. The order satisfies foreign keys.
+"""Tables whose rows after a checkpoint are deleted when a deterministic run resumes from it,
+because the run writes them again. No table comes after one that its rows refer to.
 """
 
 ATTEMPTS = """(SELECT episode, number, sibling FROM (SELECT episode, number, sibling,
     seed = first_value(seed) OVER (PARTITION BY number, sibling ORDER BY episode) AS is_attempt
     FROM episodes)
     WHERE is_attempt)"""
-"""SQL query of the attempts at episodes. All attempts at an episode have the same seed. Further
-conversations of an agent are in the same table, with other seeds.
+"""SQL query of the rows of the table `episodes` that are attempts at an episode. The other rows are
+further conversations of an agent, which have another seed than the attempts.
 """
 
 TOKEN_SAMPLES = "token_samples"
-"""Kind of the event with a sample of the tokens of a step."""
+"""Kind of the events with a sample of the tokens that a step trained on."""
 
 ROUND = "round"
-"""Kind of the event with a round of decisions about the episodes of a group."""
+"""Kind of the events with decisions about the episodes of a group, such as to prune one."""
 
 GROUP_SIZE = "group_size"
-"""Kind of the event with the number of episodes of a group: its fields are `group` and `size`.
-Groups of `schedule.group_size` episodes have no such event. An enlarged group has several.
+"""Kind of the events with the number of episodes of a group, in the fields `group` and `size`. A
+group of `schedule.group_size` episodes has no such event, and an enlarged group has several.
 """
 
 TURN_LIMIT = "turn_limit"
-"""Kind of the event with the turn limit of a group: its fields are `group` and those of
-`records.TurnLimit`. Groups that are limited only by `rollout.max_turns` have no such event.
+"""Kind of the events with the turn limit of a group. The fields are `group` and those of
+`records.TurnLimit`. A group that only `rollout.max_turns` limits has no such event.
 """
 
 EPISODE_BUDGET = "episode_budget"
-"""Kind of the event with the budget of each episode of a group: its fields are `group` and those of
-`records.EpisodeBudget`. Groups with `records.NO_BUDGET` have no such event.
+"""Kind of the events with the budget of each episode of a group. The fields are `group` and those
+of `records.EpisodeBudget`. A group with `records.NO_BUDGET` has no such event.
 """
 
 _PICTURE = struct.Struct("<I32s")
@@ -175,7 +177,10 @@ class JournalError(RuntimeError):
 
 
 def insert(table: str, *values: Any) -> Record:
-    """Return the SQL statement that inserts a row. The row's checksum is its column `seal`.
+    """Return the SQL statement that inserts a row into a table, and its parameters.
+
+    `values` are those of the columns in `COLUMNS`. The row's checksum is added as its column
+    `seal`.
 
     >>> insert("finished", 3, 0.5, 1)[0]
     'INSERT INTO finished (number, at, after, seal) VALUES (?, ?, ?, ?)'
@@ -192,7 +197,7 @@ def _insertion(table: str) -> str:
 
 
 def seal(table: str, *row: Any) -> int:
-    """Return the checksum of a table's row, which detects changes by a faulty disk."""
+    """Return the checksum of a row of a table. It shows a change of the row by a faulty disk."""
     return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
 
 
@@ -202,13 +207,15 @@ SCHEMA = "".join(
 ) + "".join(
     f"INSERT INTO counts VALUES ('{name}', 0, {seal('counts', name, 0)});\n" for name in COUNTED
 )
-"""SQL statements that create the tables of an empty journal, and record that they have no rows."""
+"""SQL statements that create the tables of an empty journal. The table `counts` records 0 rows for
+each of them.
+"""
 
 
 def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Record]:
-    """Add changes of the tables' numbers of rows to `counts`.
+    """Add the changes of numbers of rows to `counts`, which has the number of rows of each table.
 
-    Return the SQL statements that record the new numbers.
+    Return the SQL statements that write the new numbers to the table `counts`.
     """
     records: list[Record] = []
     for table, change in changes.items():
@@ -220,12 +227,12 @@ def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Recor
 
 
 def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Record]:
-    """Return the statements that insert a piece (a run of tokens) and, if any, its kept sets, its
-    signals, its source or the content hashes of its pictures.
+    """Return the SQL statements that insert a piece, a run of tokens of an episode.
 
-    `position` is the index of `piece` in the episode. Numbers are packed little-endian. Tokens take
-    two bytes each if all of them fit, otherwise four. Log-probabilities are float32, the precision
-    in which engines compute them.
+    `position` is the index of `piece` in the episode. Kept sets, signals, the source of placed text
+    and pictures go to tables of their own. Numbers are packed little-endian. Tokens take two bytes
+    each if all of them fit, otherwise four. Log-probabilities are float32, the precision in which
+    engines compute them. `after` is the number of the newest checkpoint.
     """
     count = len(piece.tokens)
     tokens = _pack(piece.tokens)
@@ -250,12 +257,14 @@ def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Re
 
 
 def to_pictures(packed: bytes) -> tuple[Picture, ...]:
-    """Return pictures from the column of their row in `pictures`."""
+    """Return pictures from their bytes in the table `pictures`."""
     return tuple(Picture(number, digest.hex()) for number, digest in _PICTURE.iter_unpack(packed))
 
 
 def _source(piece: Placed) -> tuple[Any, ...]:
-    """Return the columns of placed text about its source. They are None if it is unknown."""
+    """Return the source of placed text as columns of the table `placed`. All are None without a
+    source.
+    """
     if piece.source_logp is None or piece.edit is None:
         return (None,) * 5
     logps = struct.pack(f"<{len(piece.tokens)}f", *piece.source_logp)
@@ -264,7 +273,7 @@ def _source(piece: Placed) -> tuple[Any, ...]:
 
 
 def to_placed(piece: Piece, *source: Any) -> Placed:
-    """Return placed text from its piece and the columns of its row in `placed`."""
+    """Return placed text from its piece and the columns of its row in the table `placed`."""
     version, logps, start, stop, removed = source
     if version is None:
         return Placed(piece.tokens, piece.provenance)
@@ -280,7 +289,9 @@ def _pack(tokens: Sequence[int], *, wide: bool = False) -> bytes:
 
 
 def to_piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:
-    """Return the tokens of an episode from the columns of their row in the journal."""
+    """Return a piece, a run of tokens of an episode, from the columns of its row in the table
+    `pieces`.
+    """
     version, clean, logps = sampled
     width = "H" if len(tokens) == 2 * count else "I"
     unpacked = struct.unpack(f"<{count}{width}", tokens)
@@ -315,7 +326,7 @@ def to_utf8(text: str) -> str:
 
 
 def grade(rewards: Mapping[str, float], facts: Mapping[str, float]) -> tuple[bool, float]:
-    """Return an episode's success and total reward, as `Trajectory` computes them."""
+    """Return an episode's success and total reward, as the class `Trajectory` computes them."""
     return is_success(rewards, facts), total_reward(rewards)
 
 
@@ -332,11 +343,13 @@ _REMEDIES = {
     "not a database": "Check the disk, and restore the run folder from a copy",
     "disk I/O error": "Check that its disk works and is mounted",
 }
-"""Advice for the user. A key is a part of the text of the error that caused a failure."""
+"""Advice for the user, by a part of the text of the error to which it applies."""
 
 
 def journal_error(path: Path, cause: object) -> JournalError:
-    """Return an error whose text names the file, the cause and, if known, the remedy."""
+    """Return an error whose text names the journal's file, the cause and, for known causes, a
+    remedy.
+    """
     text = str(cause)
     remedy = next((each for words, each in _REMEDIES.items() if words in text), "")
     return JournalError(f"the journal {path} failed: {text}{f'. {remedy}' if remedy else ''}")

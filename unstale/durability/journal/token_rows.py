@@ -1,8 +1,9 @@
-"""Rows of the table `trained_tokens`: the token values of the episodes of a group in one step.
+"""Rows of the table `trained_tokens`: the values of the tokens of one group that a step trained on.
 
-A row has the columns of all episodes one after the other, compressed together (raw deflate).
-Numbers with several bytes are stored as byte planes: all first bytes, then all second bytes, and so
-on, because adjacent equal bytes compress better.
+`token_values.TokenValues` describes the values. A row has all values of one kind for all episodes,
+then all of the next kind, compressed together (raw deflate). A number with several bytes is stored
+as byte planes: all first bytes, then all second bytes, and so on, because adjacent equal bytes
+compress better.
 
     num_episodes  uint32
     episode       int64    [num_episodes]
@@ -33,46 +34,47 @@ if TYPE_CHECKING:
     from unstale.token_values import Values
 
 LEVEL = 6
-"""Compression level of deflate. Level 9 saves less than 1% more and takes longer."""
+"""Compression level of deflate. Level 9 makes rows less than 1% smaller and takes longer."""
 
 MAX_BYTES = 2**29
-"""Largest size in bytes of a row before compression: 20 million tokens. A larger row is refused,
-because a forged file could otherwise fill the reader's memory.
+"""Largest size in bytes of an uncompressed row, enough for 20 million tokens. A larger row is
+refused, because a forged file could otherwise fill the reader's memory.
 """
 
 _MEASURED = 128
 """The flag in a row that marks tokens whose entropy is known."""
 
 _SMALLEST = 2.0**-24
-"""The smallest float16 above 0."""
 
 _LARGEST = 65504.0
-"""The largest finite float16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedTokens(TokenValues):
-    """The values of an episode's trained tokens in one step, as the journal has them."""
+    """The values of an episode's tokens in one step that trained on them, as the journal has them.
+
+    Arrays are `[n]`, over the episode's sampled tokens.
+    """
 
     step: int
     version: int
-    """The policy's version before the first optimizer step of the batch."""
+    """The policy's version before the step."""
     behavior_logp: "Values"
 
     @property
     def old_logp(self) -> "Values":
-        """The old log-probability of each token, `[n]`.
+        """The old log-probability of each token, `[n]`. NaN if it was not computed.
 
-        NaN if it was not computed. It has the rounding error of `log_d`.
+        It has the rounding error of the stored `log_d`.
         """
         values: Values = self.behavior_logp + self.log_d
         return values
 
     @property
     def logp(self) -> "Values":
-        """The log-probability of each token under the weights in training, `[n]`.
+        """The log-probability of each token under the weights before its optimizer step, `[n]`.
 
-        NaN if it was not computed.
+        NaN if it was not computed. It has the rounding errors of the stored `log_d` and `log_s`.
         """
         values: Values = self.old_logp + self.log_s
         return values
@@ -81,7 +83,12 @@ class TrainedTokens(TokenValues):
 def token_rows(
     values: Sequence[TokenValues], *, step: int, version: int, after: int
 ) -> Iterator[Record]:
-    """Yield the statements that insert the values of a step's tokens, one row for each group."""
+    """Yield the SQL statements that insert the values of a step's trained tokens, one row for each
+    group.
+
+    `version` is the policy's version before the step. `after` is the number of the newest
+    checkpoint.
+    """
     groups: dict[int, list[TokenValues]] = {}
     for each in values:
         groups.setdefault(each.group, []).append(each)
@@ -92,7 +99,9 @@ def token_rows(
 
 
 def pack_tokens(values: Sequence[TokenValues]) -> bytes:
-    """Return the token values of episodes of one group as bytes, for the column of a row."""
+    """Return the token values of a group's episodes as bytes, in the format that this module
+    describes.
+    """
     import numpy as np
 
     counts = [len(each.flags) for each in values]
@@ -121,9 +130,10 @@ def pack_tokens(values: Sequence[TokenValues]) -> bytes:
 
 
 def unpack_tokens(packed: bytes, *, group: int, route: str) -> list[TokenValues]:
-    """Return the token values of the episodes in a row, in the order of the batch.
+    """Return the token values that `pack_tokens` packed, one element for each episode.
 
-    Inverts `pack_tokens`. Raises ValueError if the row is not what `pack_tokens` wrote.
+    `route` is the way in which `old_logp` was computed. Raises ValueError if `packed` is not what
+    `pack_tokens` returns.
     """
     import numpy as np
 
@@ -163,7 +173,10 @@ def unpack_tokens(packed: bytes, *, group: int, route: str) -> list[TokenValues]
 
 
 def _decompress(packed: bytes) -> bytes:
-    """Return the columns of a row. Raises ValueError if they are damaged or too large."""
+    """Return the bytes of a row, uncompressed.
+
+    Raises ValueError if they are damaged or too large.
+    """
     unpacker = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
     try:
         columns = unpacker.decompress(packed, MAX_BYTES)
@@ -178,9 +191,10 @@ def _decompress(packed: bytes) -> bytes:
 def to_trained(
     values: TokenValues, *, step: int, version: int, behavior_logp: "Values"
 ) -> TrainedTokens:
-    """Return an episode's token values together with the step, the version and `behavior_logp`.
+    """Return an episode's token values with the step, the version and `behavior_logp`.
 
-    Raises ValueError if the lengths differ.
+    `version` is the policy's version before the step. Raises ValueError if `behavior_logp` has
+    another length than the values.
     """
     if len(behavior_logp) != len(values.flags):
         raise ValueError(
@@ -194,7 +208,7 @@ def to_trained(
 
 
 def _join(arrays: Sequence["Values"], where: Sequence[bool] | None = None) -> "Values":
-    """Return arrays joined into one: all of them, or only those for which `where` is True."""
+    """Return the concatenation of arrays. With `where`, only of those for which `where` is True."""
     import numpy as np
 
     chosen = where or [True] * len(arrays)
@@ -203,9 +217,6 @@ def _join(arrays: Sequence["Values"], where: Sequence[bool] | None = None) -> "V
 
 
 def _planes(numbers: Any) -> bytes:
-    """Return an array's numbers as byte planes: all first bytes, then all second bytes, and so
-    on.
-    """
     import numpy as np
 
     each = numbers.view(np.uint8).reshape(len(numbers), numbers.itemsize)
@@ -213,7 +224,7 @@ def _planes(numbers: Any) -> bytes:
 
 
 def _narrow(values: "Values") -> bytes:
-    """Return numbers as float16 bytes, or as float32 bytes if one of them is out of range."""
+    """Return numbers as a narrow column: float16, or float32 if one of them is out of range."""
     import numpy as np
 
     if len(values) and not np.abs(values).max() <= _LARGEST:
@@ -225,7 +236,7 @@ def _narrow(values: "Values") -> bytes:
 
 
 class _Reader:
-    """Reads the columns of a row, one after the other."""
+    """A reader of the uncompressed bytes of a row, one column after the other."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -241,8 +252,10 @@ class _Reader:
         return np.frombuffer(self._data, dtype, count, self._at - size)
 
     def planes(self, width: int, where: Any) -> "Values":
-        """Return the next column as `[n]` float32, NaN at the tokens where `where` `[n]` is
-        False.
+        """Return the next column as `[n]` float32.
+
+        `where` `[n]` is True for the tokens that have a value in it. The others get NaN. `width` is
+        the number of bytes of each value.
         """
         import numpy as np
 

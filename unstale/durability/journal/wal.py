@@ -1,7 +1,7 @@
-"""Find damage in the `-wal` file of a journal, SQLite's write-ahead log.
+"""Find damage in a journal's `-wal` file, SQLite's write-ahead log of recent transactions.
 
-SQLite reads this file up to the first frame with a wrong checksum, which it takes for the end of a
-killed writer's data. So a damaged frame hides all later ones. The format is that of
+SQLite reads the file up to the first frame (a changed database page) with a wrong checksum, because
+a killed writer may have left it. So a damaged frame hides all later ones. The format is that of
 https://sqlite.org/fileformat2.html#the_write_ahead_log.
 """
 
@@ -16,33 +16,33 @@ import numpy as np
 import numpy.typing as npt
 
 _HEADER = struct.Struct(">8I")
-"""Fields of the file's header: magic number, format, page size, number of resets, two salts, two
-checksums.
+"""Fields of the header of a `-wal` file: magic number, format, page size, number of resets, two
+salts, two checksums.
 """
 _MAGIC = 0x377F0682
-"""The magic number at the start of the file. If it is larger by 1, the words under the checksums
-are big-endian.
+"""The magic number at the start of a `-wal` file. If the file has a number larger by 1, checksums
+read its words as big-endian.
 """
 _FRAME_WORDS = 6
-"""Number of words of a frame before its page: page number, size after a commit or 0, two salts, two
-checksums.
+"""Number of words of a frame before its page: page number, database size if the frame ends a
+transaction (otherwise 0), two salts, two checksums.
 """
 _AT_ONCE = 512
 """Number of frames held in memory at once."""
 _TRIES = 3
-"""Number of attempts to read a file that a run is changing."""
+"""Number of attempts to read a file to which a run writes."""
 
 _Words = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
 class WalDamage:
-    """The part of a `-wal` file that SQLite ignores because of damage."""
+    """Damage of a `-wal` file, and the transactions after it, which SQLite ignores."""
 
     frame: int
-    """Number of the damaged frame, from 1. 0 if the header of the file is damaged."""
+    """Number of the damaged frame (a database page), from 1. 0 if the file's header is damaged."""
     num_frames: int
-    """Number of frames (database pages) that are lost: from the damaged one to the last commit."""
+    """Number of frames that are lost: from the damaged one to the last that ends a transaction."""
     num_transactions: int
 
     def __str__(self) -> str:
@@ -54,11 +54,11 @@ class WalDamage:
 
 
 def find_damage(journal: Path) -> WalDamage | None:
-    """Return the damage of a journal's `-wal` file. None if the file is undamaged or missing.
+    """Return the damage of the `-wal` file of `journal`. None if it is undamaged or does not exist.
 
-    An incomplete last transaction, as after a kill or a power cut, is not damage. A changed bit in
-    it is. Raises `OSError` if this file or another file of the journal is not a regular file, or
-    cannot be read.
+    The last transaction may be incomplete after a kill or a power cut, which is not damage. A
+    changed bit in it is. Raises `OSError` if this file or another file of the journal is not a
+    regular file, or cannot be read.
     """
     for ending in ("-shm", "-journal"):  # SQLite would wait for ever to open a pipe
         beside = journal.with_name(f"{journal.name}{ending}")
@@ -83,7 +83,7 @@ def _moment(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def _page_bytes(journal: Path) -> int:
-    """Return the size of a page in bytes, as the main file states it."""
+    """Return the size in bytes of a page of the database, from the header of its file."""
     with journal.open("rb") as file:
         size = int.from_bytes(file.read(18)[16:])
     return 65536 if size == 1 else size
@@ -111,20 +111,20 @@ def _scan(path: Path, page_bytes: int) -> WalDamage | None:
 
 
 class _Frames:
-    """The headers of a `-wal` file's frames, and the differences of their checksums."""
+    """What is read of all frames of a `-wal` file: commits, salts and differences of checksums."""
 
     def __init__(self, sums: _Words, order: str) -> None:
         self.commits: _Words = np.empty(0, np.uint32)
         self.salts: _Words = np.empty((0, 2), np.uint32)
         self.differences: _Words = np.empty((0, 2), np.uint32)
-        """`[n, 2]`: the computed checksums of each frame minus those in the file."""
+        """`[n, 2]`: for each frame, the computed checksums minus those in the file."""
         self._last = sums
         self._order = order
 
     def damage(self, salts: _Words, page_bytes: int = 0) -> WalDamage | None:
-        """Return the damage of the file, or None.
+        """Return the damage of the file, or None. `salts` are those in its header.
 
-        A `page_bytes` of 0 means that its header is damaged.
+        A `page_bytes` of 0 means that the header is damaged.
         """
         is_valid = (self.salts == salts).all(1) & (self.differences == 0).all(1)
         commits = self.commits > 0
@@ -149,9 +149,10 @@ class _Frames:
     def _repair(
         self, frame: int, salts: _Words, page_bytes: int, commits: npt.NDArray[np.bool_]
     ) -> bool:
-        """Return True if a single changed bit explains the wrong checksum of a frame.
+        """Return True if one changed bit explains why a frame is not valid.
 
-        If this bit may have hidden or faked a commit, the frame's entry in `commits` is corrected.
+        If this bit may have hidden or faked the end of a transaction, the frame's entry in
+        `commits` is corrected.
         """
         if not self.differences[frame].any():
             return sum(int(word).bit_count() for word in self.salts[frame] ^ salts) == 1
@@ -162,10 +163,7 @@ class _Frames:
         return changed is not None
 
     def read(self, block: bytes, page_bytes: int) -> None:
-        """Add the complete frames in a block of bytes.
-
-        An incomplete frame at the end is ignored.
-        """
+        """Add the frames in a block of bytes. An incomplete frame at the end is ignored."""
         width = page_bytes // 4 + _FRAME_WORDS
         count = len(block) // (4 * width)
         raw = np.frombuffer(block, np.uint32, count * width).reshape(count, width)
@@ -180,9 +178,9 @@ class _Frames:
 
 
 def _sums(words: _Words, before: _Words) -> _Words:
-    """Return the checksums `[n, 2]` after each row of words.
+    """Return the checksums `[n, 2]` after each row of `words` `[n, num_words]`.
 
-    `before` are the checksums before the first.
+    `before` are the checksums `[n, 2]` before each row. Empty means zeros.
     """
     weights, start = _weights(words.shape[1])
     sums = words @ weights
@@ -191,7 +189,7 @@ def _sums(words: _Words, before: _Words) -> _Words:
 
 @cache
 def _weights(num_words: int) -> tuple[_Words, _Words]:
-    """Return the weights `[num_words, 2]` with which each word enters the two sums of a checksum.
+    """Return the weights `[num_words, 2]` by which a checksum's two sums depend on each word.
 
     Also return the weights `[2, 2]` of the two sums before these words. For each pair of words (x,
     y), the checksum does s += x + t and t += y + s.
@@ -205,9 +203,10 @@ def _weights(num_words: int) -> tuple[_Words, _Words]:
 
 
 def _changed_bit(difference: _Words, page_bytes: int) -> tuple[int, int] | None:
-    """Return the word and the bit whose change explains a difference of checksums, or None.
+    """Return the word and the bit whose change explains a difference of a frame's checksums, or
+    None.
 
-    The first words are those that the checksum covers. The last two are the checksum itself.
+    Words are counted over those that the checksum covers, then the two of the checksum itself.
     """
     weights, _ = _weights(page_bytes // 4 + 2)
     weights = np.vstack([weights, np.eye(2, dtype=np.uint32)])

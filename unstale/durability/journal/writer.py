@@ -1,6 +1,6 @@
 """Write the journal of a run.
 
-Callers add records to a queue. One thread has the database connection and commits many records
+Callers add records to a queue. One thread owns the database connection, and commits many records
 together.
 """
 
@@ -63,34 +63,35 @@ from unstale.records import (
 from unstale.token_values import TokenValues
 
 WINDOW_S = 0.2
-"""Largest time in seconds until a record is committed. `barrier` commits at once."""
+"""Largest time in seconds before a record is committed. A call of `barrier` commits sooner."""
 
 STUCK_S = 8.0
-"""Seconds without a successful commit after which the run ends with an error. SQLite waits half as
-long for the lock of another writer.
+"""Seconds without a successful commit after which the run ends with an error. If another program
+has locked the journal, SQLite waits half as long.
 """
 
 _Item = list[Record] | Callable[[], Iterable[Record]] | Future[None] | None
-"""An entry of the writing thread's queue: a transaction, a function that returns one, the future of
-a `barrier` to be set, or None at the end.
+"""An entry of the writing thread's queue: a list of records for one transaction, a function that
+returns such a list, the future of a waiting `flush`, or None to end the thread.
 """
 
 
 class Journal:
     """A writer of a run's journal. Use it as a context manager.
 
-    Only `barrier`, `flush` and the methods whose text says that they commit wait for the disk. If
-    the disk or the file fails, `watch` raises `JournalError` at once, and so does every `barrier`.
+    Its methods queue a record and return. `barrier`, `flush`, and methods whose text says "and
+    commit", wait for the disk. If the disk or the file fails, `watch` raises `JournalError` at
+    once, and so does every `barrier`.
     """
 
     def __init__(
         self, path: Path, *, routed_experts: ExpertFiles | None = None, keep_snapshots: bool = False
     ) -> None:
-        """Prepare the journal. Entering its context opens the file `path`.
+        """Prepare a writer of the journal `path`, which is opened when the context is entered.
 
-        `routed_experts` are the files of routed experts, which the journal closes. A deterministic
-        run must set `keep_snapshots`, because it can return to an earlier snapshot of an
-        environment. Otherwise only the last snapshot of an unfinished episode is kept.
+        `routed_experts` are the files for the experts of an MoE model. The journal closes them. A
+        deterministic run must set `keep_snapshots`, because it can return to an earlier saved state
+        of an environment. Otherwise only the last one of each unfinished episode is kept.
         """
         self.path = path
         self._keep_snapshots = keep_snapshots
@@ -114,23 +115,24 @@ class Journal:
         self._checkpoint = -1
         self._highest_version = -1
         self._last_step_id = self._last_step = -1
-        """Id of the event with the newest metrics, and the step of these metrics, at the time when
-        the journal was opened.
+        """Id of the event with the newest metrics when the journal was opened. `_last_step` is
+        their step.
         """
         self._trained_on: list[tuple[int, int, int, int, float]] = []
-        """Groups that were trained on since the last checkpoint: rows of the table `consumed`
-        without the last column.
+        """Groups that were trained on since the last checkpoint, as rows of the table `consumed`
+        without the column `checkpoint`.
         """
         self._replayed: list[tuple[int, int, int, int, float]] = []
-        """Groups that were trained on again since the last checkpoint: rows of the table `replayed`
-        without the last column.
+        """Groups that were trained on again since the last checkpoint, as rows of the table
+        `replayed` without the column `checkpoint`.
         """
 
     @staticmethod
     def read(run: Path, *, routed_experts: bool = False) -> JournalReader:
-        """Open the journal of a run folder for reading. The run may still be active.
+        """Return a reader of the journal in a run folder. The run may still be active.
 
-        With `routed_experts`, sampled tokens have the recorded experts of an MoE model.
+        With `routed_experts`, sampled tokens are read with the experts that an MoE model used for
+        them.
         """
         return JournalReader(
             run / JOURNAL, ExpertFiles(run / ROUTED_EXPERTS) if routed_experts else None
@@ -162,7 +164,8 @@ class Journal:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """Close the journal.
 
-        If the body of the context has failed, an error of closing is added to that error as a note.
+        If the body of the context raised an error, an error of closing is added to that error as a
+        note.
         """
         try:
             self.close()
@@ -174,7 +177,7 @@ class Journal:
     def close(self) -> None:
         """Commit all queued records and end the writing thread.
 
-        Raises `JournalError` if the journal has failed and the failure was not raised before.
+        Raises the `JournalError` with which the journal failed, unless it was already raised.
         """
         if self._thread is None:
             return
@@ -201,9 +204,7 @@ class Journal:
             self._failure.result()
 
     def add_request(self, request: GroupRequest) -> None:
-        """Record that a group was started on a task, with its sizes and limits, in one
-        transaction.
-        """
+        """Record that a group was started, with its task, sizes and limits, in one transaction."""
         task = request.task
         row = (request.number, task.env, task.split, int(task.index), request.seed, request.place)
         records = [insert("groups", *row, time.time(), self._checkpoint)]
@@ -217,11 +218,16 @@ class Journal:
         self.transaction(records)
 
     def resize(self, number: int, size: int) -> None:
-        """Record that a group is enlarged to `size` episodes, before its further episodes begin."""
+        """Record that group `number` is enlarged to `size` episodes. Call it before the further
+        ones begin.
+        """
         self.transaction([self._size_record(number, size)])
 
     def add_round(self, number: int, decisions: Mapping[str, Any]) -> None:
-        """Record a round of decisions about a group's episodes, before any of them continues."""
+        """Record decisions about the episodes of group `number`, such as to prune one.
+
+        Call it before any of these episodes continues.
+        """
         fields = json.dumps({"group": number, **decisions})
         self.transaction([insert("events", time.time(), ROUND, fields, self._checkpoint)])
 
@@ -241,12 +247,12 @@ class Journal:
         prefix: Sequence[Piece] = (),
         role: str = "",
     ) -> "_EpisodeWriter":
-        """Record an attempt at an episode of a group. Return the writer of its tokens.
+        """Record the start of an attempt at an episode. Return the writer of the attempt's tokens.
 
-        `number` is the group, `sibling` the episode's index in it, and `episode` the attempt's
-        number. `again` means that the attempt is already recorded, and continues after a resume.
-        `prefix` has the tokens before a `fork` from another episode, recorded in one transaction
-        with the attempt.
+        `number` is the group, `sibling` the episode's index in the group, and `episode` the
+        attempt's number in the run. With `again`, the attempt was recorded before a resume, and
+        nothing is recorded. If the episode is forked from another one, `prefix` has the tokens
+        before the `fork`. They are recorded in the same transaction.
         """
         if not again:
             after = self._checkpoint
@@ -269,10 +275,10 @@ class Journal:
         await self.barrier()
 
     async def publishing(self, version: int) -> None:
-        """Record that a weight version is about to be published, and commit.
+        """Record that the weight version `version` is about to be published, and commit.
 
-        Call it before any engine loads the version. A resumed run may publish its newest version
-        again.
+        Call it before any engine loads the version. A resumed run may call it again for its newest
+        version.
         """
         if version != self._highest_version:
             self._insert("versions", version, time.time())
@@ -288,12 +294,13 @@ class Journal:
         replayed: Sequence[int] = (),
         tokens: Sequence[TokenValues] = (),
     ) -> None:
-        """Record that a step trained on these groups, in this order.
+        """Record that step `step` trained on these groups, in this order. `checkpoint` commits the
+        record.
 
-        `checkpoint` commits the record. `version` is the policy's version before the step.
-        `replayed` are the numbers of groups that earlier steps were trained on, too. `tokens` are
-        the values of the step's trained tokens, which are committed before the checkpoint, and
-        removed if a resume starts from a checkpoint before the step.
+        `version` is the policy's version before the step. `replayed` are the numbers of groups that
+        earlier steps had trained on, too. `tokens` are the values of the step's trained tokens.
+        They are committed before the checkpoint, and removed if a resume starts from a checkpoint
+        before the step.
         """
         now = time.time()
         for place, group in enumerate(groups):
@@ -305,9 +312,10 @@ class Journal:
             self._queue.put(partial(token_rows, tokens, step=step, version=version, after=after))
 
     async def checkpoint(self, name: str, *, step: int, version: int) -> None:
-        """Record a checkpoint, and the groups trained on since the last one, in one transaction.
+        """Record a checkpoint, and the groups trained on since the last one, and commit.
 
-        Raises an error if one of the groups was trained on before.
+        `name` is the checkpoint's folder, `version` the policy's version. The transaction fails if
+        one of the groups was recorded before as trained on.
         """
         self._checkpoint += 1
         records = [insert("checkpoints", self._checkpoint, step, version, name, time.time())]
@@ -322,13 +330,13 @@ class Journal:
             self._routed_experts.consumed(consumed)
 
     def rewind(self, checkpoint: int, *, everything: bool, kept: int = -1) -> None:
-        """Make an earlier checkpoint, given by its number, the current one.
+        """Make an earlier checkpoint the current one. `checkpoint` is its number in the journal.
 
-        Groups that were trained on after this checkpoint can be trained on again. The metrics and
-        token values of later steps are removed, because they will be logged again. `kept` is the id
-        of an event that stays until `write` replaces it: the metrics of the checkpoint's own step.
-        With `everything` (deterministic runs), all other rows written after the checkpoint are
-        removed too, because the run computes them again.
+        Groups that were trained on after it can be trained on again. Metrics and token values of
+        later steps are removed, because they will be logged again. `kept` is the id of the event
+        with the metrics of the checkpoint's own step, which stays until `write` replaces it. With
+        `everything` (deterministic runs), all other rows written after the checkpoint are removed
+        too, because the run computes them again.
         """
         events = f"DELETE FROM events WHERE after >= ? AND id != {kept:d}"
         if not everything:
@@ -350,7 +358,9 @@ class Journal:
         self._insert("events", time.time(), kind, json.dumps(fields, default=float))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of a step. They replace metrics that a `rewind` kept for this step."""
+        """Record the metrics of a step. They replace those that the journal had of it when it was
+        opened.
+        """
         others = {name: value for name, value in metrics.items() if name != "step"}
         fields = json.dumps({"step": step, **others}, default=float)
         records = [insert("events", time.time(), "step", fields, self._checkpoint)]
@@ -360,13 +370,14 @@ class Journal:
         self.transaction(records)
 
     def transaction(self, records: Sequence[Record]) -> None:
-        """Queue records for the writing thread, which commits all of them or none."""
+        """Queue records for the writing thread. It commits all of them together or none."""
         self._queue.put(list(records))
 
     async def barrier(self) -> None:
-        """Wait until all records queued before this call are committed.
+        """Wait until all records queued before this call are committed. Concurrent calls share one
+        commit.
 
-        Concurrent callers share one commit.
+        Raises `JournalError` if the journal has failed.
         """
         self._barriers += 1
         mine = self._barriers
@@ -377,16 +388,16 @@ class Journal:
                 self._barriers_passed = passed
 
     def _flush_barriers(self) -> int:
-        """Commit all queued records. Return the number of `barrier` calls that this commit served.
-
-        These are the calls that were made before this method began.
-        """
+        """Commit all queued records. Return how many calls of `barrier` were made before."""
         covered = self._barriers
         self.flush()
         return covered
 
     def flush(self) -> None:
-        """Block the calling thread until all records queued before are committed."""
+        """Block the calling thread until all records queued before this call are committed.
+
+        Raises `JournalError` if the journal has failed.
+        """
         if self._thread is None:
             raise journal_error(self.path, "it is not open")
         if self._routed_experts:
@@ -419,7 +430,7 @@ class Journal:
         return journal_error(self.path, f"no routed experts could be written for {STUCK_S:g} s")
 
     def _fail(self, error: JournalError) -> None:
-        """End the run with this error, unless an earlier error is already ending it."""
+        """End the run with this error, unless the journal has failed before."""
         with suppress(InvalidStateError):
             self._failure.set_exception(error)
 
@@ -427,7 +438,7 @@ class Journal:
         self.transaction([insert(table, *values, self._checkpoint)])
 
     def _write(self, connection: sqlite3.Connection) -> None:
-        """Commit transactions from the queue until None comes. Runs in the writing thread.
+        """Commit queued records until the queue yields None. Runs in the writing thread.
 
         After a failure, nothing more is committed and every `barrier` raises the error.
         """
@@ -472,7 +483,8 @@ class Journal:
             self._fail(_commit_error(self.path, error))
 
     def _gather(self) -> list[_Item]:
-        """Return the entries queued within `WINDOW_S` of the first one. A `barrier` ends the wait.
+        """Return the entries queued within `WINDOW_S` of the first one. A waiting `flush` ends this
+        time.
 
         One commit for many transactions is cheaper than one for each.
         """
@@ -488,7 +500,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class _EpisodeWriter:
-    """A writer of one attempt at an episode to the journal, used while the attempt runs."""
+    """A writer of one attempt at an episode to the journal."""
 
     journal: Journal
     group: int
@@ -501,9 +513,9 @@ class _EpisodeWriter:
         self.journal.transaction(piece_rows(self.episode, position, piece, checkpoint))
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
-        """Record the environment's state after `num_pieces` recorded parts of the episode.
+        """Record the environment's state after the episode's first `num_pieces` pieces.
 
-        A part (`Piece`) has context tokens only, or tokens that one version sampled.
+        A piece is a run of tokens that are all context, or that one weight version sampled.
         """
         row = (self.episode, num_pieces, to_utf8(state), self.journal._checkpoint)
         self._replace_snapshots(insert("snapshots", *row))
@@ -512,14 +524,18 @@ class _EpisodeWriter:
         self._replace_snapshots(outcome_row(self.episode, outcome, self.journal._checkpoint))
 
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
-        """Record that the attempt could not be replayed, so that the episode starts again."""
+        """Record that the attempt could not be replayed after a resume, so the episode starts
+        again.
+
+        `turns` and `sampled_tokens` are the numbers that are lost.
+        """
         row = (self.episode, to_utf8(reason), turns, sampled_tokens, self.journal._checkpoint)
         self._replace_snapshots(insert("restarts", *row))
 
     def _replace_snapshots(self, record: Record) -> None:
         """Write a record and delete the episode's earlier snapshots, in one transaction.
 
-        With `keep_snapshots` (deterministic runs) they are kept, because a later resume may read
+        With `keep_snapshots` (deterministic runs), none are deleted, because a resume may need
         them.
         """
         delete = ("DELETE FROM snapshots WHERE episode = ?", (self.episode,))
@@ -528,7 +544,7 @@ class _EpisodeWriter:
 
 @dataclass(frozen=True, slots=True)
 class _FileState:
-    """The identity and size of the journal's file, to detect that another program removed it.
+    """The inode and size of the journal's file, which show whether another program removed it.
 
     SQLite would continue to write to a removed file without an error, and the rows would be lost.
     """
@@ -542,9 +558,8 @@ class _FileState:
         return cls(status.st_ino, status.st_size)
 
     def require_same(self, path: Path) -> Self:
-        """Return the file's current state, after a comparison with this one.
-
-        Raises `JournalError` if the file was removed, replaced or shortened.
+        """Return the file's current state. Raises `JournalError` if it was removed, replaced or
+        shortened.
         """
         try:
             found = self.of(path)
@@ -564,14 +579,14 @@ class _FileState:
 
 
 def _records(item: _Item) -> Iterable[Record]:
-    """Return the records to be written for an entry of the queue."""
+    """Return the records that an entry of the queue stands for."""
     if item is None or isinstance(item, Future):
         return ()
     return item if isinstance(item, list) else item()
 
 
 def _commit_error(path: Path, error: Exception) -> JournalError:
-    """Return the error for a failed commit. Its text has the cause and advice."""
+    """Return the error for a failed commit, with the cause and advice in its text."""
     if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return JournalError(
             f"the journal {path} was locked by another process for {STUCK_S / 2:g} s "
@@ -620,7 +635,9 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _find_last_step(connection: sqlite3.Connection) -> tuple[int, int]:
-    """Return the id of the event with the newest metrics, and its step. (-1, -1) without one."""
+    """Return the id of the event with the newest metrics, and their step. (-1, -1) if there are
+    none.
+    """
     rows = connection.execute(
         "SELECT id, fields FROM events WHERE kind = 'step' ORDER BY id DESC LIMIT 1"
     )
@@ -631,9 +648,6 @@ def _find_last_step(connection: sqlite3.Connection) -> tuple[int, int]:
 
 
 def _max(connection: sqlite3.Connection, question: str) -> int:
-    """Return the number that a query yields.
-
-    -1 if it yields NULL, as it does for an empty table.
-    """
+    """Return the number that a query yields, or -1 if it yields NULL, as for an empty table."""
     ((value,),) = connection.execute(question).fetchall()
     return -1 if value is None else int(value)

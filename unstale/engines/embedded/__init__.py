@@ -1,5 +1,6 @@
 """The embedded engine: a decoder in a child process, with a KV cache that is divided into pages.
 
-New weights arrive by three requests of `engine`: interrupt, load and resume. `worker` handles them
-between two steps of decoding, and `batcher` drops the cache unless it keeps old ones.
+`engine` sends new weights by three requests: interrupt, load and resume. `worker` handles them in
+the child process between two decoding steps. `batcher` then drops the cache, unless it is set to
+keep caches.
 """

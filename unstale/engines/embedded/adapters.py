@@ -1,9 +1,10 @@
-"""LoRA adapters of several versions on one base model, for the passes of the embedded engine.
+"""LoRA adapters of several versions on one base model, for the forward passes of the embedded
+engine.
 
 The output of a layer is `W0 x + s B (A x)`, computed as PEFT computes it in the trainer: each of
 the two products and their sum is rounded. The adapters of all versions in a pass are multiplied at
-once, as matrices that are as wide as all ranks together. Between the two products, the numbers that
-belong to other versions than the token's are set to 0.
+once, as matrices that are as wide as all their ranks together. Between the two products, numbers
+that belong to other versions than the token's are set to 0.
 """
 
 from collections.abc import Collection, Mapping
@@ -30,7 +31,7 @@ class _Stacked:
 class VersionedAdapters:
     """LoRA adapters of several versions, added by hooks to the outputs of a model's linear layers.
 
-    Call `begin` before each forward pass. Before the first `add`, passes use the base weights only.
+    Call `begin` before each forward pass. Before the first `add`, passes use only the base weights.
     """
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype, scale: float) -> None:
@@ -49,12 +50,12 @@ class VersionedAdapters:
         """
         self._hooked: set[str] = set()
         self._stacked: tuple[int, ...] = ()
-        """The versions stacked in `_layers`. A version is removed only by `keep`, because its
-        sequences may be part of any later pass.
+        """The versions whose matrices are in `_layers`. Only `keep` removes one, because any later
+        pass may have tokens of it.
         """
         self._layers: dict[str, _Stacked] = {}
         self._rows = slice(0)
-        """The rows of the matrices in `_layers` by which the current pass multiplies."""
+        """The rows of the matrices in `_layers` that the current pass multiplies."""
         self._foreign: Tensor | None = None
         """`[T, V * r]` for T tokens and V versions of rank r: True where a row of the stacked
         matrices belongs to another version than the token. None if all tokens of the pass have one
@@ -62,10 +63,10 @@ class VersionedAdapters:
         """
 
     def add(self, version: int, adapters: Mapping[str, Tensor]) -> None:
-        """Add a copy of the adapters of a version.
+        """Add a copy of the adapters of `version`.
 
-        Raises ValueError, and changes nothing, if their names or shapes do not fit the model, or
-        differ from those of the versions that are held.
+        Raises ValueError, and changes nothing, if names or shapes of the adapters do not fit the
+        model, or if adapters of earlier versions belong to other layers.
         """
         pairs = pairs_of(adapters)
         for name, pair in pairs.items():
@@ -94,9 +95,9 @@ class VersionedAdapters:
         return frozenset(self._held)
 
     def begin(self, versions: Tensor) -> None:
-        """Set the version of each token `[T]` of the next forward pass.
+        """Set the versions of the tokens of the next forward pass, `[T]`.
 
-        Raises LookupError for a version that was never added or was dropped.
+        Raises LookupError for a version that was never added, or was dropped.
         """
         used = versions.unique().tolist()
         if missing := set(used) - self._held.keys():

@@ -3,8 +3,8 @@
 A slot is the part of the KV cache that holds one sequence. After a reply, its slot keeps the
 sequence, so that the next turn of the episode computes only new tokens. A new sequence copies the
 longest prefix that another slot has cached. Empty and long unused slots are reused first. If the
-runner adds adapters, requests of several versions are sampled at once, and a prefix is used only by
-requests of the version that computed it.
+runner adds LoRA adapters to layers' outputs, requests of several versions are sampled at once. A
+cached prefix is then used only by requests of the version that computed it.
 """
 
 from collections import defaultdict, deque
@@ -33,16 +33,18 @@ MAX_CHUNK_TOKENS = 512
 pass ends, so passes are kept short.
 """
 MIN_COPY = 8
-"""Smallest number of cached tokens for which a prefix is copied from another slot. Computing fewer
-tokens again is as fast as copying.
+"""Smallest number of cached tokens that are copied from another slot. Computing fewer tokens again
+is as fast as copying them.
 """
 IDLE_STEPS = 512
-"""Number of forward passes after which the episode of an unused cache slot has probably ended."""
+"""A slot of the KV cache that no request used for this many forward passes probably belongs to an
+ended episode.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """The arguments of one call of `Engine.sample`. `id` is the number of the request's reply."""
+    """The arguments of one call of `Engine.sample`. `id` identifies the reply."""
 
     id: int
     tokens: Sequence[int]
@@ -52,7 +54,7 @@ class SampleRequest:
     seed: int
     truncation: Truncation = WHOLE
     version: int = -1
-    """The version of the LoRA adapters that sample the reply. -1 is the version that was loaded
+    """The version of the LoRA adapters that must sample the reply. -1: the version that was loaded
     last.
     """
     signals: bool = False
@@ -60,21 +62,23 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class FinishedReply:
-    """A reply that ended: the request's `id`, the sampled tokens, and the reason for the end."""
+    """A reply that has ended: the `id` of its request, the sampled tokens, and the reason for the
+    end.
+    """
 
     id: int
     tokens: list[int]
     behavior_logp: list[float]
     stop: ReplyStop
     clean: bool = True
-    """False if keys and values of a part of the context were computed with older weights."""
+    """False if keys and values of any context token were computed with older weights."""
     experts: "Experts | None" = None
     """`[rows, layers, k]`: the k experts that the router chose in each layer, for the first `rows`
     tokens of the sequence. None if experts are not recorded.
     """
     kept_sets: KeptSets | None = None
-    """For each token, the set of tokens from which truncated sampling drew it. None without
-    truncation.
+    """For each token, the set of tokens from which truncated sampling (`top_p`, `top_k`, `min_p`)
+    drew it. None without truncation.
     """
     version: int = -1
     """The version of the weights that sampled the reply. -1 before the first load."""
@@ -82,12 +86,12 @@ class FinishedReply:
 
 
 class Batcher:
-    """A scheduler of requests.
+    """A scheduler of requests, which runs the model (a `Runner`) once in each step.
 
-    In each step it chooses tokens of the requests, runs the model (a `Runner`) once on them, and
-    samples. It is not thread-safe. With `keep_cache`, contexts that were cached with older weights
-    are still used, and replies to them have `clean` False. With `num_experts` above 0, the runner
-    must record routed experts.
+    A step chooses tokens of the requests, computes them in one forward pass, and samples. The class
+    is not thread-safe. With `keep_cache`, contexts that were cached with older weights are still
+    used, and replies to them have `clean` False. With `num_experts` above 0, the runner must record
+    the experts chosen for each token.
     """
 
     def __init__(  # noqa: PLR0913 - the limits, and what is recorded
@@ -107,8 +111,8 @@ class Batcher:
         self._keep_cache = keep_cache
         self._num_experts = num_experts
         self._experts: "Experts | None" = None
-        """`[slots, max_context, layers, k]`: the k experts that were routed to in each layer, for
-        each cached token. None until experts are recorded.
+        """`[slots, max_context, layers, k]`: for each cached token, the k experts that were chosen
+        in each layer. None until experts are recorded.
         """
         self._queue: deque[SampleRequest] = deque()
         self._active: dict[int, SampleRequest] = {}
@@ -122,32 +126,33 @@ class Batcher:
         weights.
         """
         self._versions = np.full(max_slots, -1, dtype=np.int64)
-        """`[slots]`: the version of the last request in each slot. With adapters, this version
-        computed all of the slot's cached tokens.
+        """`[slots]`: the version of the last request in each slot. If the runner adds adapters,
+        this version computed all cached tokens of the slot.
         """
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)
         self._truncation = [WHOLE] * max_slots
         self._kept: list[list[KeptSets]] = [[] for _ in range(max_slots)]
-        """For each slot: the kept sets of its current reply, one element for each token."""
+        """For each slot, the kept sets of its reply in progress: one element for each token."""
         self._signals: list[list[Signals]] = [[] for _ in range(max_slots)]
-        """For each slot: the signals of its current reply, one element for each token."""
+        """For each slot, the signals of its reply in progress: one element for each token."""
         self._used = np.zeros(max_slots, dtype=np.int64)
         self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
         self._stale = np.zeros(max_slots, dtype=np.int64)
         """`[slots]`: the number of tokens that the last weight update dropped from each slot's
-        cache. It becomes 0 when a request computes these tokens again. The tokens are in
-        `_stale_tokens`.
+        cache. It becomes 0 when a request computes these tokens again. `_stale_tokens` has the
+        tokens.
         """
         self._stale_tokens = self._tokens[:, :0]
         self._reprefill: dict[int, int] = {}
-        """For each slot: the number of leading tokens of its context that the last weight update
-        dropped from the cache, so that they must be computed again.
+        """For each slot, the number of leading context tokens that must be computed again, because
+        the last weight update dropped them from the cache.
         """
         self._steps = 0
         self.counters: defaultdict[str, float] = defaultdict(float)
-        """Counters, such as `sampled_tokens`. The engine's process clears them when it sends them.
+        """Counters, such as `sampled_tokens`. The engine's process clears them after it has sent
+        them.
         """
 
     @property
@@ -158,17 +163,14 @@ class Batcher:
         self._queue.append(request)
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request without a reply.
-
-        Its cached tokens remain available for copies by other requests.
-        """
+        """Drop a request without a reply. Other requests may still copy its cached tokens."""
         self._queue = deque(request for request in self._queue if request.id != request_id)
         for slot, request in list(self._active.items()):
             if request.id == request_id:
                 del self._active[slot]
 
     def interrupt(self) -> list[FinishedReply]:
-        """End every request. Return a reply for each, with the tokens sampled so far."""
+        """End every request. Return the replies, with the tokens sampled so far."""
         finished = [self._finish(slot, "interrupted") for slot in sorted(self._active)]
         finished += [
             FinishedReply(request.id, [], [], "interrupted", version=self.version)
@@ -178,10 +180,10 @@ class Batcher:
         return finished
 
     def load(self, update: Mapping[str, Tensor], version: int = 0) -> None:
-        """Load the weights of a version. Drop the KV cache unless `keep_cache` is set.
+        """Load the weights `update` of `version`. Drop the KV cache unless `keep_cache` is set.
 
-        If the runner adds adapters, `update` has the adapters of this version, and nothing is
-        dropped: the cache and the adapters of earlier versions are kept until `keep_versions`.
+        If the runner adds adapters, `update` has the adapters of this version. Then the cache and
+        the adapters of earlier versions are kept until `keep_versions`.
 
         Raises RuntimeError while replies are being sampled.
         """
@@ -204,8 +206,8 @@ class Batcher:
     def keep_versions(self, versions: Collection[int]) -> None:
         """Drop the adapters and cached contexts of all versions except `versions`.
 
-        The version loaded last, and those of running or waiting requests, are always kept. Without
-        adapters, nothing is done.
+        The version loaded last, and those of running or waiting requests, are always kept. If the
+        runner has no adapters, nothing is done.
         """
         if self.runner.adapters is None:
             return
@@ -220,9 +222,8 @@ class Batcher:
             self.runner.keep(slot, 0)
 
     def step(self) -> list[FinishedReply]:
-        """Assign slots to waiting requests, run one forward pass, and sample.
-
-        Return the replies that ended with this step.
+        """Assign slots to waiting requests, run one forward pass, and sample. Return the replies
+        that ended.
         """
         start = perf_counter()
         cpu_start = process_time()
@@ -263,10 +264,10 @@ class Batcher:
         self._experts[slots, step.positions.numpy()] = rows
 
     def _admit(self) -> None:
-        """Assign slots to waiting requests in order of arrival.
+        """Assign slots to waiting requests, in order of arrival.
 
-        A request keeps waiting while another request computes a prefix that both share, because it
-        can copy this prefix later.
+        While one request computes a prefix, another request with the same prefix waits. It can then
+        copy the prefix.
         """
         idle = np.ones(len(self._length), dtype=np.bool_)
         idle[list(self._active)] = False
@@ -282,10 +283,11 @@ class Batcher:
         self._queue.extendleft(reversed(waiting))
 
     def _assign_slot(self, request: SampleRequest, idle: NDArray[np.bool_]) -> int | None:
-        """Return the slot for a request. Copy the longest cached prefix of its tokens into it.
+        """Return the slot for a request, into which the longest cached prefix of its tokens is
+        copied.
 
-        `idle` `[slots]` is True for slots without a request. Return None if another request is
-        computing a longer common prefix, so that waiting and copying saves more.
+        `idle` `[slots]` is True for slots without a request. The result is None if another request
+        is computing a longer common prefix: then it is better to wait and copy that.
         """
         tokens = np.array(request.tokens, dtype=np.int32)
         common = np.minimum(_common_prefix(self._tokens, tokens), len(tokens) - 1)
@@ -321,9 +323,9 @@ class Batcher:
     def _victim(self, idle: NDArray[np.bool_]) -> int:
         """Return the index of the idle slot that a new request overwrites.
 
-        Preferred is the lowest slot that is empty or was unused for `IDLE_STEPS` steps: low indices
-        keep the batch small. Otherwise it is the slot that was unused longest. `idle` `[slots]` is
-        True for slots without a request.
+        The lowest slot that is empty, or was unused for `IDLE_STEPS` steps, is preferred: low
+        indices keep the batch small. Otherwise it is the slot that was unused longest. `idle`
+        `[slots]` is True for slots without a request.
         """
         spare = idle & ((self._cached == 0) | (self._used < self._steps - IDLE_STEPS))
         if spare.any():
@@ -352,8 +354,7 @@ class Batcher:
     def _stale_prefix(self, tokens: NDArray[np.int32]) -> int:
         """Return the length of the prefix of `tokens` that the last update dropped from the cache.
 
-        A dropped context that matches completely is forgotten, so that it is counted for one
-        request only.
+        A dropped context that matches completely is forgotten, so that only one request counts it.
         """
         if not self._stale.any():
             return 0
@@ -364,11 +365,11 @@ class Batcher:
         return int(common[best])
 
     def _plan(self) -> tuple[Step, NDArray[np.bool_]]:
-        """Return the input of the next forward pass and a bool mask `[rows + chunks]`.
+        """Return the input of the next forward pass, and the mask `[rows + chunks]` of those that
+        sample.
 
         A row is the newest token of a sequence that is being sampled. A chunk is a part of a
-        prompt. The mask is True where a token is sampled afterwards: for rows, and for chunks that
-        end their prompt.
+        prompt. A token is sampled after each row, and after a chunk that ends its prompt.
         """
         slots = np.array(sorted(self._active), dtype=np.int64)
         due = self._length[slots] - self._cached[slots]
@@ -400,9 +401,8 @@ class Batcher:
         return step, np.array([True] * len(rows) + complete, dtype=np.bool_)
 
     def _versions_of(self, rows: NDArray[np.int64], chunks: Sequence[Chunk]) -> Tensor | None:
-        """Return the adapter version of each token of a forward pass, `[T]`.
-
-        None if the runner has no adapters.
+        """Return the adapter version of each token of a forward pass, `[T]`, or None without
+        adapters.
         """
         if self.runner.adapters is None:
             return None

@@ -2,9 +2,9 @@
 
 The decoder calls the functions of the trainer's packed passes (`unstale/model/bitwise.py`): the
 same matrix products, norms, rotary angles and sums. Attention reads the keys of a sequence from
-cache pages, which are blocks of the same positions as in the trainer. So a log-probability depends
-only on the weights, the token and the tokens before it. The batch, the parts in which a prompt is
-computed, and shared pages do not change it.
+cache pages. A page has the same positions as a block of keys in the trainer's attention. So a
+log-probability depends only on the weights, the token and the tokens before it. The other sequences
+of the batch, the parts in which a prompt is computed, and shared pages do not change it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,16 +28,16 @@ from unstale.model.loading import load_model
 from unstale.model.rowwise import Panels
 
 RUN = 8
-"""Largest number of successive prompt tokens whose attention is computed together, with one read of
-the cached keys and values.
+"""Largest number of successive prompt tokens whose attention is computed together. The cached keys
+and values are read once for all of them.
 """
 _FIRST_PAGES = 64
-"""Number of cache pages allocated at first. When all are used, the number doubles."""
+"""Number of pages in the cache at first. When all are used, the number doubles."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """The constants of a model's layers."""
+    """The sizes and constants of a model's layers."""
 
     heads: int
     kv_heads: int
@@ -64,7 +64,7 @@ class _Layer:
 
 
 class BitwiseRunner:
-    """A runner of dense models of `bitwise.ARCHITECTURES`. Its KV cache grows as needed."""
+    """A `Runner` for the dense models of `bitwise.ARCHITECTURES`. Its KV cache grows as needed."""
 
     warning = ""
     adapters = None
@@ -73,7 +73,9 @@ class BitwiseRunner:
     def __init__(
         self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int
     ) -> None:
-        """Read the sizes of the model in `folder`. Raises ConfigError if it is not supported."""
+        """Read the sizes of the model in `folder`. Raises ConfigError for a model that is not
+        supported.
+        """
         assert PAGE == BLOCK, "pages are the blocks of the trainer's attention"
         model: Any = load_model(folder, dtype).eval()
         bitwise.require_supported(model, max_context)
@@ -135,9 +137,7 @@ class BitwiseRunner:
         return update[name].to(self._dtype, copy=True).float()
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits `[R + C, V]` after each of R rows and C chunks
-        (`Runner.forward`).
-        """
+        """Return the float32 logits of a forward pass, `[R + C, V]`, as `Runner.forward` does."""
         cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
         table = runs(step, self._pages, RUN)
@@ -164,11 +164,11 @@ class BitwiseRunner:
         cells: Tensor,
         table: Tensor,
     ) -> Tensor:
-        """Write a layer's keys and values to the cache.
+        """Write a layer's keys and values of T tokens to the cache.
 
-        Return the attention output `[T, heads * width]`. `qkv` has queries, keys and values of T
-        tokens. `cells` are the tokens' indices in the cache. `table` is the result of `pages.runs`:
-        the groups of tokens that attend together.
+        Return their attention output, `[T, heads * width]`. `qkv` has their queries, keys and
+        values. `cells` are the tokens' indices in the cache. `table` is the result of `pages.runs`:
+        the groups of tokens whose attention is computed together.
         """
         sizes = self._sizes
         heads, kv_heads, width = sizes.heads, sizes.kv_heads, sizes.width
@@ -231,9 +231,8 @@ class BitwiseRunner:
                 pool[index][:old] = before
 
     def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page within the cache.
-
-        `moved` is (index of the page, index of its copy). None copies nothing.
+        """Copy a page within the cache. `moved` has the page's index and that of the copy. None: do
+        nothing.
         """
         self._reserve(self._pages.span)
         if moved is not None:
@@ -258,7 +257,7 @@ def _sizes_of(model: Any) -> _Sizes:
 
 
 class BitwiseSampler(Sampler):
-    """A sampler like `Sampler`. Its log-probabilities equal the trainer's bit for bit."""
+    """A `Sampler` whose log-probabilities equal the trainer's bit for bit."""
 
     def __call__(
         self,

@@ -4,12 +4,12 @@ It uses few, large operations, because for small models the overhead of each ope
 query, key and value are one matrix, gate and up another. Sequences with the same first tokens share
 the cache pages of these tokens.
 
-On a CPU, `decoder.c` computes a step of a dense model in one call. With experts, or if torch
-multiplies faster (bfloat16 on CPUs with instructions for it), torch computes the matrix products
-and `kernels.c` everything else, experts included. On a GPU, torch computes the matrix products and
-Triton the rest (`gpu_kernels.py`). Without Triton, torch computes everything. All sequences that
-sample one token form one batched attention. Prompts are cut into blocks, which form a second
-batched attention. On CUDA, steps without prompts replay a recorded graph.
+On a CPU, `decoder.c` computes a step of a dense model in one call. For models with experts, and for
+bfloat16 on CPUs with instructions for it, torch computes the matrix products and `kernels.c`
+everything else, experts included. On a GPU, torch computes the matrix products and Triton the rest
+(`gpu_kernels.py`). Without Triton, torch computes everything. All sequences that sample one token
+form one batched attention. Prompts are cut into blocks, which form a second batched attention. On
+CUDA, steps without prompts replay a recorded graph.
 
 When weights are loaded, the two halves of each head's rotary embedding are interleaved. The
 rotation is then one complex multiplication, and inner products stay the same.
@@ -40,11 +40,13 @@ from unstale.native import NotCompiled
 from unstale.routed_experts import num_experts
 
 RUN = 8
-"""Largest number of successive prompt tokens whose attention is computed together, with one read of
-the cached keys and values.
+"""Largest number of successive prompt tokens whose attention is computed together. The cached keys
+and values are read once for all of them.
 """
 MIN_CAPABILITY = (8, 0)
-"""The lowest CUDA compute capability of GPUs that multiply bfloat16."""
+"""The lowest CUDA compute capability at which Triton kernels are used: that of GPUs with
+bfloat16.
+"""
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -52,19 +54,21 @@ _SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
-"""Keys of `config.json` for the sizes that the decoder needs of every model."""
+"""Keys of `config.json` for sizes that the decoder needs of every model."""
 _SIZES_WITHOUT = ("intermediate_size", "head_dim")
-"""Keys of `config.json` for the sizes that the decoder needs in addition of a dense model."""
+"""Keys of `config.json` for further sizes that the decoder needs of a dense model."""
 _SIZES_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
-"""Keys of `config.json` for the sizes that the decoder needs in addition of a model with experts.
-The key for the number of experts is missing here because it differs between models.
+"""Keys of `config.json` for further sizes that the decoder needs of a model with experts. The key
+for the number of experts is missing, because models name it differently.
 """
 _FIRST_PAGES = 64
-"""Number of cache pages allocated at first. When all are used, the number doubles."""
+"""Number of pages in the cache at first. When all are used, the number doubles."""
 
 
 def supports(config: Mapping[str, Any]) -> bool:
-    """Return True if this decoder can compute the model of `config` (a `config.json`) exactly."""
+    """Return True if this decoder can compute the model of `config` (the content of a
+    `config.json`).
+    """
     rope = _rope(config)
     return (
         (config.get("model_type") == "qwen3" or _has_experts(config))
@@ -77,10 +81,10 @@ def supports(config: Mapping[str, Any]) -> bool:
 
 
 def names_sizes(config: Mapping[str, Any]) -> bool:
-    """Return True if `config` (a `config.json`) has all sizes that the decoder reads.
+    """Return True if `config` (the content of a `config.json`) has all sizes that the decoder
+    reads.
 
-    If it returns False, missing sizes must be taken from the defaults of transformers'
-    configuration class.
+    If it lacks some, the caller must add the defaults of transformers' configuration class.
     """
     routed = _has_experts(config)
     more = _SIZES_WITH_EXPERTS if routed else _SIZES_WITHOUT
@@ -91,7 +95,7 @@ def names_sizes(config: Mapping[str, Any]) -> bool:
 def runs_on_gpu(config: Mapping[str, Any]) -> bool:
     """Return True if this decoder can compute the model of `config` (a `config.json`) on a GPU.
 
-    It is False for models with experts and for other architectures, which run on the CPU.
+    Models with experts and other architectures than Qwen3 run on the CPU.
     """
     return supports(config) and num_experts(config) == 0
 
@@ -99,7 +103,7 @@ def runs_on_gpu(config: Mapping[str, Any]) -> bool:
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the rotary embedding in a `config.json`.
 
-    `rope_scaling` takes precedence over `rope_parameters`, as in transformers.
+    Like transformers, prefer `rope_scaling` to `rope_parameters`.
     """
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
@@ -132,7 +136,7 @@ class ModelSizes:
     choices: int
     """Number of experts that each token uses. 0 in a dense model."""
     normed: bool
-    """True if the weights of a token's experts are scaled to a sum of 1."""
+    """True if the router's weights of a token's experts are scaled to a sum of 1."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "ModelSizes":
@@ -208,25 +212,22 @@ class _Layer:
     """`[experts, hidden]`: the router's weights. Empty in a dense model."""
     gate_up: Tensor
     down: Tensor
-    """The down projection. In a model with experts, `down` and `gate_up` have the layout of
-    `_panels`.
-    """
+    """The down projection. With experts, `down` and `gate_up` have the layout of `_panels`."""
 
     def in_one_call(self) -> tuple[Tensor, ...]:
-        """Return the layer's weights in the order of the struct `layer_` in `decoder.c`."""
+        """Return the layer's weights in the order of the C struct `layer_` of `decoder.c`."""
         products = (self.qkv, self.out, self.gate_up, self.down)
         return (self.norm_1, self.norm_2, self.qk_norm, *products)
 
 
 class CannotDecode(ValueError):
-    """Error: this machine cannot run the decoder for a model with experts.
-
-    The message gives the reason.
+    """Error: this machine cannot run the decoder for a model with experts. The text gives the
+    reason.
     """
 
 
 class Qwen3Runner:
-    """A runner of Qwen3 and Qwen3-MoE models. Its KV cache grows as needed."""
+    """A `Runner` for Qwen3 and Qwen3-MoE models. Its KV cache grows as needed."""
 
     name = "qwen3 decoder"
     adapters = None
@@ -249,8 +250,8 @@ class Qwen3Runner:
         self._linear, self._packed = _linear_for(self._device, dtype)
         self._quantise = quantise
         self._project = self._linear
-        """The function that multiplies activations by a layer's weight: `_linear`, with activations
-        rounded to the format `quantise`.
+        """The function that multiplies activations by a layer's weight. It first rounds the
+        activations to the format `quantise`.
         """
         if quantise != "none":
             product, rounded = self._linear, FORMATS[quantise].activations
@@ -266,8 +267,8 @@ class Qwen3Runner:
         if self._one_call:
             self._packed = self._one_call.pack
         self._pages_given = 0
-        """The number of cache pages in the tensors that `_one_call` has received. 0 if the cache
-        must be passed to it again.
+        """The number of cache pages when `_one_call` last received the cache. 0 if it must receive
+        the cache again.
         """
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self._layers: list[_Layer] = []
@@ -287,9 +288,9 @@ class Qwen3Runner:
     def _reserve(self, pages: int) -> None:
         """Enlarge the KV cache to at least `pages` pages.
 
-        Keys are `[pages * kv, head_dim, PAGE]` and values `[pages * kv, PAGE, head_dim]`. With this
-        layout, neither matrix product of attention sums over the dimension that is adjacent in
-        memory.
+        Keys are `[pages * kv_heads, head_dim, PAGE]` and values `[pages * kv_heads, PAGE,
+        head_dim]`. With this layout, neither matrix product of attention sums over the dimension
+        that is adjacent in memory.
         """
         if pages <= self._num_pages:
             return
@@ -394,9 +395,8 @@ class Qwen3Runner:
         self._copy(self._pages.share(source, target, count))
 
     def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page within the cache.
-
-        `moved` is (index of the page, index of its copy). None copies nothing.
+        """Copy a page within the cache. `moved` has the page's index and that of the copy. None: do
+        nothing.
         """
         self._reserve(self._pages.span)
         if moved is not None:
@@ -417,9 +417,9 @@ class Qwen3Runner:
         return self._graphs(flat, shape)[: len(step.rows)]
 
     def _one_call_for(self, kernels: Kernels | None) -> OneCall | None:
-        """Return the decoder in C (`decoder.c`).
+        """Return the decoder in C (`decoder.c`), or None if it is not used.
 
-        None for a model with experts, or if torch's matrix products are faster here.
+        It is not used for models with experts, nor where torch's matrix products are faster.
         """
         sizes = self.sizes
         if kernels is None or sizes.experts:
@@ -437,7 +437,7 @@ class Qwen3Runner:
         return OneCall(kernels, wanted, self._dtype)
 
     def _in_one_call(self, one_call: OneCall, step: Step) -> Tensor:
-        """Return the logits of a forward pass on a CPU, computed by one call of `decoder.c`."""
+        """Return the logits of a forward pass on a CPU, by one call of `decoder.c`."""
         cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
         if self._pages_given != self._num_pages:
@@ -460,7 +460,7 @@ class Qwen3Runner:
         return one_call.run(tokens, self._helpers)
 
     def _by_kernels(self, kernels: Kernels, step: Step) -> Tensor:
-        """Return the logits of a forward pass on a CPU, computed by several calls.
+        """Return the logits of a forward pass on a CPU, by several calls.
 
         oneDNN computes the matrix products, and `kernels.c` everything else.
         """
@@ -504,9 +504,9 @@ class Qwen3Runner:
         return self._linear(h, self._head).float()[: len(ends)]
 
     def _mixed_experts(self, kernels: Kernels, layer: _Layer, h: Tensor, count: int) -> Tensor:
-        """Return each token's sum of its experts' outputs, weighted by the router, `[T, hidden]`.
+        """Return the sum of each token's expert outputs, weighted by the router, `[T, hidden]`.
 
-        Only the first `count` tokens are real. The others are padding and get zeros.
+        The first `count` tokens are real. The others are padding and get zeros.
         """
         sizes = self.sizes
         scores = F.linear(h, layer.router)[:count].softmax(-1, dtype=torch.float32)
@@ -534,10 +534,10 @@ class Qwen3Runner:
         return more
 
     def _run(self, inputs: Inputs, shape: StepShape) -> Tensor:
-        """Compute a forward pass with torch.
+        """Compute a forward pass with torch. Return float32 logits of the next token, `[tokens,
+        V]`.
 
-        Return float32 logits `[tokens, V]`: after each token, or in a pass with prompts after the
-        tokens `inputs.ends` only.
+        They follow each token. In a pass with prompts they follow only the tokens `inputs.ends`.
         """
         sizes, parts = self.sizes, self._parts
         num_rows = len(inputs.tables)
@@ -567,8 +567,8 @@ class Qwen3Runner:
 def _panels(weights: Tensor, lanes: int) -> Tensor:
     """Return weights `[experts, out, in]` as `[experts, out / lanes, in, lanes]`, for `kernels.c`.
 
-    `lanes` is the number of values in a vector of the CPU. Rows of zeros are added until `out` is a
-    multiple of it.
+    `lanes` is the number of values that a CPU vector holds. Rows of zeros are added until `out` is
+    a multiple of it.
     """
     padded = F.pad(weights, (0, 0, 0, -weights.shape[1] % lanes))
     return padded.unflatten(1, (-1, lanes)).transpose(2, 3).contiguous()
@@ -577,9 +577,10 @@ def _panels(weights: Tensor, lanes: int) -> Tensor:
 def _linear_for(
     device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Return a function that multiplies by a weight `[out, in]`, and one that prepares the weight.
+    """Return a function that multiplies by a weight `[out, in]`, and one that prepares the weight
+    for it.
 
-    On a CPU, oneDNN multiplies by prepared weights (see `model/linear.py` for the reason).
+    On a CPU, oneDNN multiplies by prepared weights (`model/linear.py` gives the reason).
     """
     if device.type != "cpu" or not linear.supported(dtype):
         return F.linear, lambda weight: weight
@@ -634,9 +635,9 @@ def _kernels_for(
 
 
 def _rounding(form: Format) -> dict[str, int]:
-    """Return the C macros that make `decoder.c` round the inputs of layers to a number format.
+    """Return the C macros that make `decoder.c` round activations to a number format.
 
-    The result is empty if the format does not round activations.
+    There are none if the format does not round activations.
     """
     if form.activation_block is None:
         return {}

@@ -1,8 +1,8 @@
 """The embedded engine: a child process on this machine that samples, connected by a socket.
 
-The number of threads of the child is set before it loads torch. With more threads than cores,
-generation and training would each become twenty times slower. The child ignores Ctrl-C. It ends
-only by `close`, or when this process ends.
+The number of the child's threads is set before it loads torch. With more threads than cores,
+sampling and training would each become twenty times slower. The child ignores Ctrl-C. It ends only
+by `close`, or when this process ends.
 """
 
 import asyncio
@@ -43,12 +43,12 @@ from unstale.weights.gpu_handles import handles_of
 from unstale.weights.store import Delta
 
 STEP_S = 0.02
-"""Seconds on the event loop's clock between two decoding steps of a deterministic engine
+"""Seconds of the event loop's clock between two decoding steps, if the engine is deterministic
 (`EngineOptions.lockstep`).
 """
 _READ_BYTES = 1 << 20
 _JOINED_BYTES = 1 << 16
-"""Size up to which the parts of a message are joined, to send them with one system call."""
+"""Size of a message up to which its parts are joined, to send them with one system call."""
 _COUNTERS = (
     "sampled_tokens",
     "prefill_tokens",
@@ -65,13 +65,13 @@ _COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A reply as the engine's process sends it."""
+    """A reply as the engine's child process sends it."""
 
     piece: Sampled
     stop: ReplyStop
     routed_experts: Sequence[Any] | None
-    """The dtype and shape of the reply's routed experts, which are in a file. None if there is no
-    file.
+    """The dtype and shape of the experts chosen for the reply's tokens, which are in a file. None
+    if there is no file.
     """
 
 
@@ -90,9 +90,7 @@ class EmbeddedEngine:
         self._options = options
         self.takes_deltas = options.deltas
         self.runner = ""
-        """Name of the code that computes the model in the child process, such as "qwen3 decoder".
-        Set by `start`.
-        """
+        """Name of the code that computes the model, such as "qwen3 decoder". Set by `start`."""
         self.vocab_size = 0
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[_Message]] = {}
@@ -102,7 +100,7 @@ class EmbeddedEngine:
         """The reason why the engine ended. Empty while it works."""
         self._version = -1
         self._versions: set[int] = set()
-        """The versions whose LoRA adapters the child process holds. Empty if it merges adapters
+        """The versions whose LoRA adapters the child process holds. Empty if adapters are merged
         into the weights.
         """
         self._running = False
@@ -110,7 +108,7 @@ class EmbeddedEngine:
         self._next_poll: asyncio.TimerHandle | None = None
         self._routed_experts: PostedExperts | None = None
         self._unread: set[int] = set()
-        """Ids of the replies whose routed experts are still in a file."""
+        """Numbers of the replies whose routed experts are still in a file."""
         self._all_read = asyncio.Event()
 
     async def start(self) -> None:
@@ -173,11 +171,11 @@ class EmbeddedEngine:
             self._forget_experts(number)
 
     async def _read_experts(self, number: int, about: Sequence[Any], first: int) -> RoutedExperts:
-        """Return the routed experts of a reply, from the token `first` on.
+        """Return the routed experts of the reply `number`, from the token `first` on.
 
-        `number` is the id of the reply, and `about` its `_Message.routed_experts`. The experts are
-        in a file that the child process wrote. A thread reads the file. With `lockstep` it is read
-        without a thread, because the virtual clock of a deterministic run would advance meanwhile.
+        They are in a file that the child process wrote. `about` has their dtype and shape. A thread
+        reads the file. With `lockstep` no thread does, because the virtual clock of a deterministic
+        run would advance meanwhile.
         """
         assert self._routed_experts
         take = partial(self._routed_experts.take, number, about, first)
@@ -188,9 +186,8 @@ class EmbeddedEngine:
             raise EngineDied(self._error) from error
 
     def _forget_experts(self, number: int) -> None:
-        """Remove the file of a reply's routed experts, if there is one.
-
-        Wake an `interrupt` that waits for this.
+        """Remove the file of a reply's routed experts, if there is one, and wake a waiting
+        `interrupt`.
         """
         if number not in self._unread:
             return
@@ -200,10 +197,10 @@ class EmbeddedEngine:
             self._routed_experts.drop(number)
 
     async def stage(self, update: Update, version: int) -> None:
-        """Raise `EngineDied` if the child process does not work.
+        """Raise `EngineDied` if the child process does not work. Prepare nothing: `load` does all
+        the work.
 
-        Nothing is prepared: `load` does all the work. On a GPU the child reads weights in place. On
-        a CPU, preparing them would slow sampling.
+        On a GPU the child reads weights in place. On a CPU, preparing them would slow sampling.
         """
         self._live_child()
 
@@ -215,9 +212,8 @@ class EmbeddedEngine:
             await self._all_read.wait()
 
     async def load(self, update: Update, version: int) -> None:
-        """Load weights as `Engine.load` describes.
-
-        The caller must not change the tensors before this returns.
+        """Load weights as `Engine.load` describes. Their tensors must not change before this
+        returns.
         """
         check_load(update, version, self._version, sampling=self._running, deltas=self.takes_deltas)
         header = {"op": "load", "version": version, "delta": isinstance(update, Delta)}
@@ -239,9 +235,10 @@ class EmbeddedEngine:
         await self._command({"op": "keep", "versions": sorted(versions)})
 
     def _is_read_in_place(self, update: Update) -> TypeGuard[Mapping[str, Tensor]]:
-        """Return True if the child process reads the update's tensors from the memory of the GPU.
+        """Return True if the child process reads the weights directly from the memory of the GPU.
 
-        It is False with deltas or adapters, because the child then keeps weights in main memory.
+        With deltas or adapters the result is False, because the child then keeps weights in main
+        memory.
         """
         if isinstance(update, Delta) or self.takes_deltas or self._options.merging:
             return False
@@ -270,7 +267,7 @@ class EmbeddedEngine:
     def metrics(self) -> Mapping[str, float]:
         """Return the counters since the last call, and the mean batch size of decoding steps.
 
-        `reprefill_s`, the seconds for computing dropped contexts again, is an estimate. For it,
+        `reprefill_s` is an estimate of the time for computing dropped contexts again, in seconds:
         each step's time is divided in proportion to the tokens.
         """
         counters = self._counters
@@ -315,10 +312,9 @@ class EmbeddedEngine:
         return self._child
 
     async def _command(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Send a command to the child process.
+        """Send a command to the child process, and wait until the child has handled it.
 
-        Wait until the child has handled it and all earlier messages. Raises ValueError if the
-        command fails in the child.
+        Raises ValueError if the command fails in the child.
         """
         child = self._live_child()
         number = next(self._numbers)
@@ -335,7 +331,7 @@ class EmbeddedEngine:
         return future
 
     def _schedule_poll(self) -> None:
-        """Schedule the next call of `_Child.poll`, if a call waits for the child process."""
+        """Schedule the next call of `_Child.poll`, if any call waits for the child process."""
         if self._next_poll is None and self._child is not None and self._is_pending():
             self._next_poll = asyncio.get_running_loop().call_later(
                 self._child.poll_s, self._poll, self._child
@@ -391,16 +387,13 @@ class EmbeddedEngine:
     def _on_lost(self, child: "_Child", error: str) -> None:
         """Make all calls raise an error, because the child process has ended or does not react.
 
-        If `error` is empty, the reason is read from the exit code and stderr of the child.
+        `error` is its text. If it is empty, the exit code and stderr of the child are used.
         """
         if child is self._child and not self._error:
             self._end(error or child.last_words())
 
     def _end(self, error: str) -> None:
-        """Make pending and later calls that need the child process raise `EngineDied`.
-
-        `error` is the reason.
-        """
+        """Make pending and later calls raise `EngineDied` with the text `error`."""
         self._error = self._error or error
         self._running = False
         if self._next_poll is not None:
@@ -479,15 +472,13 @@ class _Child(Child, asyncio.Protocol):
             self._on_lost(self, str(frozen))
 
     def listen(self, number: int) -> None:
-        """Prepare for the answer to request `number`.
-
-        Nothing to do here: the event loop receives it.
+        """Prepare for the answer to request `number`. Do nothing: the event loop receives the
+        answer.
         """
 
     def poll(self, number: int) -> None:
-        """Call `on_lost` if the child process has sent no heartbeat for too long.
-
-        `number` is not used.
+        """Call `on_lost` if the child process has sent no heartbeat for too long. `number` is not
+        used.
         """
         try:
             self.check()
@@ -521,7 +512,8 @@ class _LockstepChild(_Child):
         """Do nothing, because the socket is already connected."""
 
     def listen(self, number: int) -> None:
-        """Block the event loop until the answer to request `number` has arrived.
+        """Schedule a call that blocks the event loop until the answer to request `number` has
+        arrived.
 
         Callbacks that were scheduled earlier run first.
         """
@@ -532,9 +524,8 @@ class _LockstepChild(_Child):
         self._receive_until(number)
 
     def _receive_until(self, number: int) -> None:
-        """Read and handle messages up to the answer to request `number`.
-
-        Later messages stay unread.
+        """Read and handle messages up to the answer to request `number`. Later messages stay
+        unread.
         """
         data = b""
         while self._answered < number and self.socket.fileno() >= 0:
@@ -552,7 +543,7 @@ class _LockstepChild(_Child):
 
 
 def _pack_update(update: Update) -> Sequence[Bytes]:
-    """Return an update of the weights as the parts of a safetensors file, ready to send.
+    """Return weights or a delta as the parts of a safetensors file, ready to send.
 
     Weights in main memory and compressed deltas are not copied.
     """

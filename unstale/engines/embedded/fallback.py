@@ -1,9 +1,11 @@
-"""A slow runner for models that `packed.py` cannot run: transformers computes each sequence apart.
+"""A slow runner for models that `packed.py` cannot run: transformers computes one sequence at a
+time.
 
-Each sequence has a cache of transformers, which also holds the states of recurrent layers. A test
-at the start compares the logits with those of a forward pass without a cache. Some architectures
-forget their state if several tokens follow a cached beginning. They are given one token at a time.
-With others, a cache gives wrong logits also then. They compute the whole sequence for each token.
+Each sequence has a cache of transformers, which also holds the states of recurrent layers. When the
+runner is made, a test compares its logits with those of a forward pass without a cache. Some
+architectures forget their state if several tokens follow a cached beginning: they are given one
+token at a time. With others, a cache gives wrong logits even then: they compute the whole sequence
+for each token.
 """
 
 from collections.abc import Mapping
@@ -33,7 +35,7 @@ from unstale.pictures import PictureStore
 
 
 class TransformersRunner:
-    """A runner that computes a model with transformers, one sequence at a time."""
+    """A `Runner` that computes a model with transformers, one sequence at a time."""
 
     adapters = None
     keeps_beginnings = False
@@ -62,12 +64,14 @@ class TransformersRunner:
         )
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._part = max_context
-        """The largest number of tokens that may follow a cached beginning in one pass. 0 if the
-        model has no cache.
+        """The largest number of tokens that one pass may add to a cached beginning. 0 if the model
+        has no usable cache.
         """
         parameters = signature(type(model).forward).parameters
         self._caches: list[Any] = []
-        """For each slot the model's cache, or without a cache the tokens `[n]`. None if empty."""
+        """For each slot, the model's cache of its sequence. Without a cache, the sequence's tokens
+        `[n]`. None if the slot is empty.
+        """
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         probe = self._use(model, max_context, why_slow)
         if probe.warning:
@@ -88,7 +92,8 @@ class TransformersRunner:
     def _use(
         self, model: Any, max_context: int, why_slow: str, exact: Probe | None = None
     ) -> Probe:
-        """Compute with `model` from now on. Test it, and return the probe.
+        """Make `model` the one to compute with. Test it, and return its logits in a plain pass
+        (`Probe`).
 
         `exact` is the probe of the same model in float32, or None if this model is in float32.
         Raises ValueError if this runner's logits differ from those of a plain forward pass.
@@ -149,7 +154,9 @@ class TransformersRunner:
         return torch.stack([self._run(slot, token) for slot, token in rows] + chunks)
 
     def _run(self, slot: int, tokens: Tensor) -> Tensor:
-        """Return float32 logits `[V]` after the last of the next `tokens` `[n]` of a slot."""
+        """Return float32 logits `[V]` after the last of `tokens` `[n]`, which continue the slot's
+        sequence.
+        """
         if self._pictures:
             return self._run_with_pictures(self._pictures, slot, tokens)
         if not self._part:
@@ -165,7 +172,7 @@ class TransformersRunner:
         return logits.float()
 
     def _run_with_pictures(self, pictures: PictureInputs, slot: int, tokens: Tensor) -> Tensor:
-        """Return what `_run` does, for tokens some of which are of pictures."""
+        """Return what `_run` returns, for a model that reads pictures."""
         start, cache = 0, None
         if self._caches[slot] is not None:
             before, cache = self._caches[slot]

@@ -1,7 +1,6 @@
-"""Triton kernels for the norms, attention and activation of a decoder layer.
+"""Triton kernels for the norms, attention and activation of a decoder layer, with a paged KV cache.
 
-The KV cache is paged. Sums are in float32. The result of a row (one token of a sequence) does not
-depend on the other rows of the batch.
+Sums are in float32. The result for a token does not depend on the other sequences of the batch.
 """
 
 import torch
@@ -14,13 +13,15 @@ from unstale.engines.embedded.pages import PAGE, SPLIT_PAGES, Inputs
 from unstale.model.gpu_kernels import GpuKernels, device_of
 
 MIN_ROWS = 16
-"""Smallest number of rows in a matrix product of Triton. The queries that share a key head are
-padded to it.
+"""Smallest number of rows in a matrix product of Triton. The query heads that share a key head are
+padded to this number.
 """
 
 
 class TritonParts:
-    """The parts of a decoder layer (`LayerParts`), computed by Triton kernels."""
+    """The parts of a decoder layer between the matrix products (`LayerParts`), computed by Triton
+    kernels.
+    """
 
     def __init__(self, kv_heads: int, rotations: Tensor, eps: float) -> None:
         self._kv_heads = kv_heads

@@ -1,4 +1,4 @@
-"""CUDA graphs of decoding steps: one kernel launch per step instead of hundreds."""
+"""CUDA graphs of decoding steps: a step is one kernel launch instead of hundreds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from torch import Tensor
 from unstale.engines.embedded.pages import Inputs, StepShape
 
 _MAX_GRAPHS = 256
-"""Largest number of CUDA graphs to keep, because each takes device memory. The least recently used
-graph is dropped first.
+"""Largest number of CUDA graphs to keep, because each takes GPU memory. The least recently used one
+is dropped first.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     flat: Tensor
-    """The graph's input tensor. The input of a step is copied into it before the graph is
+    """The graph's input tensor, into which the input of a step is copied before the graph is
     replayed.
     """
     logits: Tensor
@@ -29,7 +29,7 @@ class _Captured:
 class Graphs:
     """A cache of CUDA graphs of decoding steps, one for each `StepShape`.
 
-    For the first step of a shape, the function `run` is called and its graph recorded. Later steps
+    The first step of a shape calls the function `run`, and its graph is recorded. Later steps
     replay the graph. Without CUDA, every step calls `run`.
     """
 
@@ -43,9 +43,8 @@ class Graphs:
         return len(self._captured)
 
     def clear(self) -> None:
-        """Drop all graphs.
-
-        Needed when the weights or the KV cache have moved to another address.
+        """Drop all graphs. Call this when the weights or the KV cache have moved to another
+        address.
         """
         self._captured.clear()
         self._pool = None
@@ -53,7 +52,7 @@ class Graphs:
     def __call__(self, flat: Tensor, shape: StepShape) -> Tensor:
         """Run a decoding step of the given shape. `flat` has all its `Inputs` in one tensor.
 
-        Return the logits. The next call may overwrite them.
+        Return the step's logits, in memory that the next call may overwrite.
         """
         captured = self._captured.pop(shape, None)
         if captured is not None:

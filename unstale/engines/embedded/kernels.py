@@ -16,21 +16,20 @@ from unstale.native import compile_library
 
 SOURCE = Path(__file__).with_name("kernels.c")
 RUNS_A_THREAD = 16
-"""Smallest number of work items for each thread. With fewer, a further thread saves no time."""
+"""Smallest number of work items for each thread. With fewer, another thread saves no time."""
 
 
 class Kernels:
     """The compiled functions of `kernels.c`, as attributes.
 
-    The arguments of a function are contiguous tensors on the CPU, ints and floats. Other tensors
+    The arguments of a function are ints, floats, and contiguous tensors on the CPU. Other tensors
     raise ValueError. dtypes are not checked, so the caller must pass the right ones.
     """
 
     def __init__(self, source: Path = SOURCE, /, **shape: int) -> None:
-        """Compile `source` (default: `kernels.c`).
+        """Compile `source`. The sizes of the model in `shape` become C macros.
 
-        `shape` has the sizes of the model, which become C macros. Raises NotCompiled or OSError, as
-        `compile_library` does.
+        Raises NotCompiled or OSError, as `compile_library` does.
         """
         macros = tuple(f"-D{name}={value}" for name, value in shape.items())
         self.library = compile_library(source, macros)
@@ -60,7 +59,8 @@ class Kernels:
 
 
 def divided(helpers: ThreadPoolExecutor, work: Callable[[int, int], None], count: int) -> None:
-    """Call `work(first, last)` in a thread for each of several equal parts of `range(count)`.
+    """Divide `range(count)` into equal parts, and call `work(first, last)` for each in its own
+    thread.
 
     At most torch's number of threads are used, and each gets about `RUNS_A_THREAD` items or more.
     `work` must release the interpreter lock.

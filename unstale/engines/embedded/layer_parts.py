@@ -1,4 +1,4 @@
-"""The parts of a decoder layer between the products with weights: norms, attention, activation.
+"""The parts of a decoder layer between the matrix products: norms, attention, activation.
 
 The KV cache is paged. `TorchParts` computes the parts with torch's operations on any device.
 `gpu_kernels.py` computes the same with Triton kernels on a GPU.
@@ -13,47 +13,49 @@ from torch import Tensor
 from unstale.engines.embedded.pages import PAGE, Inputs
 
 MAX_KEYS = 1 << 15
-"""Largest number of keys, padding included, that `TorchParts` copies at once for several rows."""
+"""Largest number of keys that `TorchParts` copies at once for several sequences, padding
+included.
+"""
 Cache = tuple[Tensor, Tensor]
-"""The cache of a layer: keys `[pages * kv_heads, head_dim, PAGE]`, and values `[pages * kv_heads,
-PAGE, head_dim]`.
+"""The cache of a layer: a tensor of keys `[pages * kv_heads, head_dim, PAGE]`, and one of values
+`[pages * kv_heads, PAGE, head_dim]`.
 """
 
 
 class LayerParts(Protocol):
     """The parts of a decoder layer between the matrix products, for a batch of T tokens.
 
-    The first R tokens are rows. A row is the newest token of a sequence that is being sampled. The
+    The first R tokens are rows: a row is the newest token of a sequence that is being sampled. The
     other tokens are from prompts.
     """
 
     def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
         """Add `more` (None: nothing) to `x` `[T, width]`, in place.
 
-        Return the RMS-normalised sum times `weight`, `[T, width]`.
+        Return the RMS norm of the sum times `weight`, `[T, width]`.
         """
         ...
 
     def place(self, qkv: Tensor, norm: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
         """Write a batch's keys and values to the cache. Return its queries `[T, heads, head_dim]`.
 
-        `qkv` is `[T, heads + 2 * kv_heads, head_dim]`. Queries and keys are normalized, multiplied
+        `qkv` is `[T, heads + 2 * kv_heads, head_dim]`. Queries and keys are normalised, multiplied
         by `norm` `[heads + kv_heads, head_dim]`, and rotated by the angles of their positions.
         """
         ...
 
     def attend_rows(self, query: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
-        """Return the attention output of the first R tokens (rows), `[R, heads * head_dim]`.
+        """Return the attention output of the R rows, `[R, heads * head_dim]`.
 
-        Each row attends to its own sequence, whose keys and values, the row's included, must be in
-        the cache. `query` is `[R, heads, head_dim]` and includes the softmax scale.
+        A row is the newest token of a sequence. It attends to its sequence, whose keys and values,
+        its own included, must be in the cache. `query` is `[R, heads, head_dim]` and includes the
+        softmax scale.
         """
         ...
 
     def gated(self, both: Tensor) -> Tensor:
-        """Return `silu(gate) * up`, `[T, width]`.
-
-        Each row of `both` `[T, 2 * width]` has `gate`, then `up`.
+        """Return `silu(gate) * up`, `[T, width]`. Each row of `both` `[T, 2 * width]` has `gate`,
+        then `up`.
         """
         ...
 
@@ -113,18 +115,18 @@ def attend_blocks(
 ) -> Tensor:
     """Return the attention output of prompt tokens, `[tokens, heads * head_dim]`.
 
-    `query` `[T, heads, head_dim]` has the queries of all tokens in the batch. Prompts are cut into
-    blocks of `pages.BLOCK` tokens. `mask` is the result of `mask_later` for these blocks.
+    Prompts are cut into blocks of `pages.BLOCK` tokens. `query` `[T, heads, head_dim]` has the
+    queries of all tokens in the batch. `mask` is the result of `mask_later` for the blocks.
     """
     return _attend(query[inputs.lanes], mask, inputs.reached, cache, kv_heads)[inputs.spots]
 
 
 def mask_later(positions: Tensor, pages: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Return a mask to add to attention scores: -inf for tokens after the query, 0 for the others.
+    """Return a mask to add to attention scores: -inf for keys after the query, 0 for the others.
 
-    The mask is `[N, 1, group * L, P * PAGE]`, with `group` query heads for each key head.
-    `positions` `[N, L]` has the positions of L queries of each of N sequences. `pages` `[N, P]` has
-    the first P cache pages of each sequence.
+    The mask is `[N, 1, group * L, P * PAGE]` for N sequences, each with L queries and P cache
+    pages. `positions` `[N, L]` has the positions of the queries. `pages` `[N, P]` has the first
+    pages of each sequence. `group` is the number of query heads for each key head.
     """
     later = torch.arange(pages.shape[1] * PAGE, device=positions.device) > positions[..., None]
     mask = torch.zeros(later.shape, dtype=dtype, device=positions.device)

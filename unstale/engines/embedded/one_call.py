@@ -1,6 +1,6 @@
 """A decoding step of a Qwen3 model in one call of `decoder.c`.
 
-For small models, calling a matrix library from Python takes longer than the products themselves.
+For small models, calling a matrix library from Python takes longer than the matrix products.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ SOURCE = Path(__file__).with_name("decoder.c")
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The sizes of a model that are passed to `decoder.c` at run time. The others are C macros."""
+    """The sizes of a model that `decoder.c` gets at run time. Other sizes are C macros."""
 
     hidden: int
     inner: int
@@ -31,11 +31,11 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of a forward pass and their places in the cache, as `int64` tensors.
+    """The tokens of a forward pass and their places in the KV cache, as `int64` tensors.
 
-    `pages` `[slots, width]` has the cache pages of each sequence. `runs` is the result of
-    `pages.runs`: the groups of tokens that attend together. `ends` has the indices of the tokens
-    after which logits are computed.
+    `cells` has the cache index of each token. `pages` `[slots, width]` has the cache pages of each
+    sequence. `runs` is the result of `pages.runs`: the groups of tokens whose attention is computed
+    together. `ends` has the indices of the tokens after which logits are computed.
     """
 
     tokens: Tensor
@@ -86,25 +86,23 @@ class OneCall:
         self._dtype = dtype
         self._step = _Step(hidden=sizes.hidden, inner=sizes.inner, vocab=sizes.vocab, eps=sizes.eps)
         self._kept: list[Tensor] = []
-        """The tensors to whose memory `_step` has pointers. They are kept so that they are not
-        freed.
-        """
+        """The tensors to which `_step` has pointers. Without this list they would be freed."""
         self._layers = torch.empty(0)
         self._memory: dict[str, Tensor] = {}
         self._capacity = self._threads = 0
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Return a matrix `[N, K]` as `[N / panel, K, panel]`.
+        """Return a matrix `[N, K]` in the layout of `decoder.c`, `[N / panel, K, panel]`.
 
-        N is padded to a multiple of `panel` with zero rows. `panel` is the number of rows that
-        `decoder.c` multiplies at once.
+        `panel` is the number of rows that `decoder.c` multiplies at once. Zero rows are added until
+        N is a multiple of it.
         """
         missing = -len(weight) % self._panel
         whole = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
         return whole.view(-1, self._panel, weight.shape[1]).transpose(1, 2).contiguous()
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return the matrices `gate` and `up` as one packed matrix.
+        """Return the matrices `gate` and `up` as one matrix in the layout of `pack`.
 
         Half of each panel's rows are from `gate`, the other half from `up`.
         """
@@ -117,9 +115,8 @@ class OneCall:
         return self.pack(torch.cat(both, dim=1).flatten(0, 1))
 
     def load(self, embed: Tensor, head: Tensor, norm: Tensor, rotations: Tensor) -> None:
-        """Set the weights that belong to no layer.
-
-        `head` must be packed (`pack`), and `norm` float32.
+        """Set the weights that belong to no layer. `head` must be the result of `pack`, and `norm`
+        float32.
         """
         self._kept = [embed, head, norm, rotations]
         step = self._step
@@ -128,7 +125,7 @@ class OneCall:
     def load_layers(self, layers: Sequence[Sequence[Tensor]]) -> None:
         """Set the weights and KV caches of all layers.
 
-        Each layer lists its tensors in the order of the struct `layer_` in `decoder.c`. Only
+        Each layer lists its tensors in the order of the C struct `layer_` of `decoder.c`. Only
         pointers are stored, so the caller must keep the tensors alive.
         """
         self._layers = torch.tensor([[each.data_ptr() for each in layer] for layer in layers])
@@ -136,9 +133,9 @@ class OneCall:
         self._step.num_layers = len(layers)
 
     def run(self, tokens: StepTokens, helpers: ThreadPoolExecutor) -> Tensor:
-        """Compute a forward pass.
+        """Compute a forward pass, with threads of `helpers`.
 
-        Return float32 logits `[len(tokens.ends), vocab]` after the tokens `tokens.ends`.
+        Return float32 logits `[len(tokens.ends), vocab]` of the tokens that follow `tokens.ends`.
         """
         count = len(tokens.tokens)
         threads = torch.get_num_threads()

@@ -2,12 +2,12 @@
 
 The model's own code runs on one row `[1, T]`: the next token of each sequence that is being
 sampled, and parts of prompts. transformers calls `_attention_layer` for each attention layer. This
-function writes keys and values to cache pages and attends to the pages of each sequence. Sequences
-with the same first tokens share pages, as in `decoder.py`.
+function writes keys and values to cache pages, and lets each sequence attend to its own pages.
+Sequences with the same first tokens share pages, as in `decoder.py`.
 
 The masks that transformers makes show to which tokens a layer attends: all earlier ones, or a
-sliding window. A test at the start shows if the rest of the model keeps packed sequences apart: a
-packed pass must give the logits of a plain one, in float32 and in the engine's precision.
+sliding window. When a runner is made, a test shows if the rest of the model keeps packed sequences
+apart: a packed pass must give the logits of a plain one, in float32 and in the engine's precision.
 """
 
 import inspect
@@ -46,17 +46,16 @@ _SURVEY = "unstale_survey"
 _LANES = 16
 """Width of a CPU vector, in numbers. Head sizes are padded to a multiple of it."""
 _RUN = 8
-"""Largest number of successive prompt tokens whose attention is computed together, with one read of
-the cached keys and values.
+"""Largest number of successive prompt tokens whose attention is computed together. The cached keys
+and values are read once for all of them.
 """
 _FIRST_PAGES = 64
-"""Number of cache pages allocated at first. When all are used, the number doubles."""
+"""Number of pages in the cache at first. When all are used, the number doubles."""
 
 
 class CannotPack(ValueError):
-    """Error: a model cannot compute several sequences in one forward pass.
-
-    The message gives the reason.
+    """Error: a model cannot compute several sequences in one forward pass. The text gives the
+    reason.
     """
 
 
@@ -73,9 +72,8 @@ class _Layer:
 
     @property
     def width(self) -> int:
-        """The size of a head in the cache, a multiple of the CPU's vector width.
-
-        Shorter keys and values are padded with zeros.
+        """The size of a head in the cache: a multiple of the CPU's vector width, reached by
+        zeros.
         """
         return -(-max(self.key_dim, self.value_dim) // _LANES) * _LANES
 
@@ -96,16 +94,14 @@ class _Scores:
 
 
 class _Survey:
-    """An attention function that records the layers that call it in a forward pass, in call
-    order.
-    """
+    """An attention function that records which layers call it in a forward pass, in order."""
 
     def __init__(self, max_context: int) -> None:
         self._max_context = max_context
         self.layers: list[_Layer] = []
 
     def mask(self, mask_function: Callable[..., Any], **options: Any) -> Tensor:
-        """Return the size in tokens of a sliding-window mask, as a tensor `[1, 1, 1, 1]`.
+        """Return the number of tokens in a mask's sliding window, as a tensor `[1, 1, 1, 1]`.
 
         `mask_function` is a mask of transformers. The result is 0 if all earlier tokens are
         attended to. Raises CannotPack for a mask that is not causal, or whose window depends on the
@@ -122,7 +118,7 @@ class _Survey:
     ) -> Tensor:
         """Record a layer. Return zeros in the shape of its attention output.
 
-        Raises CannotPack if `_Pages.attend` cannot compute the layer.
+        Raises CannotPack for a layer that `_Pages.attend` cannot compute.
         """
         if mask is None or mask.numel() != 1:
             raise CannotPack("its masks are not made by transformers' mask functions")
@@ -149,7 +145,7 @@ class _Pages:
         self._values: list[Tensor] = []
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self.warning = ""
-        """The reason why attention is slow. Empty if it is not."""
+        """The reason why attention is slow. Empty if it is fast."""
         self._kernels: dict[_Layer, Kernels] = {}
         try:
             self._kernels = {layer: _compiled(layer, dtype) for layer in layers}
@@ -189,9 +185,8 @@ class _Pages:
         ]
 
     def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page within the cache.
-
-        `moved` is (index of the page, index of its copy). None copies nothing.
+        """Copy a page within the cache. `moved` has the page's index and that of the copy. None: do
+        nothing.
         """
         self._reserve(self._pages.span)
         if moved is not None:
@@ -200,7 +195,7 @@ class _Pages:
                 pool[new] = pool[old]
 
     def begin(self, step: Step) -> None:
-        """Assign cache pages to the tokens of a forward pass, whose layers later call `attend`."""
+        """Assign cache pages to the tokens of a forward pass. Its layers then call `attend`."""
         self._step = step
         self._cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
@@ -248,7 +243,9 @@ class _Pages:
         divided(self._helpers, work, self._runs.shape[1])
 
     def _by_torch(self, index: int, rows: list[Tensor], mixed: Tensor, how: _Scores) -> None:
-        """Write the cache and the attention output `mixed` as `_by_kernels` does, by torch."""
+        """Write the cache and the attention output `mixed` with torch's operations, like
+        `_by_kernels`.
+        """
         query, key, value = rows
         page, offset = self._cells // PAGE, self._cells % PAGE
         self._keys[index][page, :, :, offset] = key
@@ -307,7 +304,7 @@ def _compiled(layer: _Layer, dtype: torch.dtype) -> Kernels:
 
 
 def _grown(pools: list[Tensor], index: int, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of the given shape that starts with the content of `pools[index]`.
+    """Return a tensor of the given shape that begins with the content of `pools[index]`.
 
     The rest is 0. If `pools` is empty, all of it is 0.
     """
@@ -321,7 +318,7 @@ def _grown(pools: list[Tensor], index: int, shape: tuple[int, ...]) -> Tensor:
 def _rows(states: Tensor, count: int, width: int) -> Tensor:
     """Return the first `count` tokens of `states` `[1, heads, T, n]` as `[count, heads, width]`.
 
-    Heads are padded with zeros to `width`.
+    Each head is padded with zeros to `width`.
     """
     rows = states[0, :, :count].transpose(0, 1)
     if rows.shape[2] < width:
@@ -356,7 +353,7 @@ AttentionMaskInterface.register(_SURVEY, _survey_mask)
 
 
 class _PreparedLinear(nn.Linear):
-    """A linear layer whose weight is in `prepared`, in the layout that oneDNN needs."""
+    """A linear layer whose weight is in `prepared`, in the memory layout of oneDNN."""
 
     prepared: Tensor
 
@@ -365,7 +362,7 @@ class _PreparedLinear(nn.Linear):
 
 
 class PackedRunner:
-    """A runner of transformers models: one forward pass for all sequences, with a paged KV
+    """A `Runner` of transformers models: one forward pass for all sequences, with a paged KV
     cache.
     """
 
@@ -382,10 +379,11 @@ class PackedRunner:
         quantise: str = "none",
         base: Base | None = None,
     ) -> None:
-        """Load the model in `folder` and test it. Raises CannotPack if packing changes its logits.
+        """Load the model in `folder` and test it. Raises CannotPack if packing sequences changes
+        its logits.
 
-        With `base`, the runner uses these base weights and adds adapters of several versions to
-        layers' outputs.
+        With `base`, the runner uses these base weights, and adds LoRA adapters of several versions
+        to the outputs of layers.
         """
         model = load_model(folder, torch.float32, attn_implementation="eager").eval()
         self.name = f"transformers {type(model).__name__}, packed"
@@ -411,10 +409,11 @@ class PackedRunner:
             self.adapters = VersionedAdapters(model, dtype=dtype, scale=base.scale)
 
     def _take(self, model: PreTrainedModel, max_context: int, exact: Probe | None = None) -> Probe:
-        """Set the model to run. Compare its logits on packed sequences with those of a plain pass.
+        """Set the model to run. Compare its logits on packed sequences with those of a plain
+        forward pass.
 
-        Return the plain pass (`Probe`). Raises CannotPack if the logits differ. `exact` is the
-        probe of the same model in float32, or None if this model is in float32.
+        Return those of the plain pass (`Probe`). `exact` is the probe of the same model in float32,
+        or None if this model is in float32. Raises CannotPack if the logits differ.
         """
         try:
             probe = Probe(model, max_context, exact)
@@ -431,9 +430,8 @@ class PackedRunner:
         return probe
 
     def _prepare(self, model: PreTrainedModel) -> None:
-        """Set the model to run.
-
-        The weights of its linear layers are replaced by copies in oneDNN's layout.
+        """Set the model to run. Replace the weights of its linear layers by copies in oneDNN's
+        layout.
         """
         model.set_attn_implementation(PACKED)
         self._model = model
@@ -479,9 +477,7 @@ class PackedRunner:
         return self._recorder.take()[: self._count]
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits `[R + C, V]` after each of R rows and C chunks
-        (`Runner.forward`).
-        """
+        """Return the float32 logits of a forward pass, `[R + C, V]`, as `Runner.forward` does."""
         self._cache.begin(step)
         self._count = len(step.tokens)
         padding = (0, tiled(self._count) - self._count)
@@ -505,7 +501,7 @@ class PackedRunner:
 
 
 def _run(model: PreTrainedModel, attention: _Survey | _Pages, **inputs: Any) -> Tensor:
-    """Return the logits of a forward pass whose attention layers call `attention.attend`."""
+    """Return the logits of a forward pass in which `attention` computes the attention layers."""
     token = _running.set(attention)
     try:
         logits: Tensor = model(**inputs, use_cache=False).logits
@@ -517,7 +513,7 @@ def _run(model: PreTrainedModel, attention: _Survey | _Pages, **inputs: Any) -> 
 def _surveyed(model: PreTrainedModel, max_context: int) -> list[_Layer]:
     """Return the attention layers of a model, in the order of their calls.
 
-    Raises CannotPack if a layer cannot be computed here, or if the model does not call
+    Raises CannotPack if this module cannot compute a layer, or if the model does not call
     transformers' attention interface.
     """
     survey = _Survey(max_context)

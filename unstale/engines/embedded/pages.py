@@ -1,8 +1,8 @@
 """The paged KV cache: the pages of each sequence, and the index arrays for a step's attention.
 
 The cache is a pool of pages. A page holds the keys and values of `PAGE` successive tokens of one
-sequence. Sequences can share pages. The code of this module runs on the CPU in NumPy. For each
-step, one flat array is sent to the device.
+sequence. Sequences can share pages. This module computes indices on the CPU with NumPy. For each
+step, one flat array of them is sent to the device.
 """
 
 import heapq
@@ -17,13 +17,13 @@ from torch import Tensor
 from unstale.engines.embedded.runner import Step
 
 PAGE = 64
-"""Number of tokens in a page."""
+"""Number of tokens in a page of the KV cache."""
 BLOCK = 32
-"""Number of prompt tokens that form one block of queries in batched attention."""
+"""Number of prompt tokens whose queries form one block in batched attention."""
 SPLIT_PAGES = 8
-"""Number of cache pages that one block of GPU threads attends to."""
+"""Number of cache pages that one block of GPU threads reads in attention."""
 TILE = 8
-"""Counts of tokens are padded to a multiple of this. Fewer shapes need fewer CUDA graphs."""
+"""Numbers of tokens are padded to a multiple of this, so that fewer CUDA graphs are needed."""
 
 Ints = NDArray[np.int64]
 
@@ -32,8 +32,8 @@ class Pages:
     """The cache pages of all slots. A slot is the part of the cache that holds one sequence.
 
     Slots can share full pages, but never a page to which one of them writes next. Padding is
-    written to page 0, which belongs to no slot. Low pages are used first, so that the pool stays
-    small.
+    written to page 0, which belongs to no slot. Pages with low numbers are used first, so that the
+    pool stays small.
     """
 
     def __init__(self, max_slots: int, max_context: int) -> None:
@@ -47,14 +47,14 @@ class Pages:
 
     @property
     def span(self) -> int:
-        """The number of pages that the pool must have: the highest page in use, plus 1."""
+        """The number of pages that the pool must have: the highest used page number, plus 1."""
         used = np.flatnonzero(self.users)
         return int(used[-1]) + 1 if len(used) else 1
 
     def hold(self, slot: int, length: int) -> tuple[int, int] | None:
         """Assign to `slot` exactly the pages that `length` tokens need.
 
-        If the slot's last page is shared and not full, the slot gets a new page for it. The result
+        If the slot's last page is shared and not full, the slot gets a new page instead. The result
         is then (old page, new page), and the caller must copy the contents. Otherwise the result is
         None.
         """
@@ -104,20 +104,22 @@ class Pages:
 class StepShape(NamedTuple):
     """The sizes of the index arrays (`Inputs`) of one forward pass, with padding.
 
-    A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
+    A row is the newest token of a sequence that is being sampled. A chunk is a part of a prompt.
     """
 
     rows: int
     reach: int
-    """Number of pages of the longest sequence that has a row, rounded up to `SPLIT_PAGES`."""
+    """Number of pages of the longest sequence that has a row, rounded up to a multiple of
+    `SPLIT_PAGES`.
+    """
     tokens: int = 0
     """Number of prompt tokens in the forward pass."""
     blocks: int = 0
     prompt_reach: int = 0
     """Number of pages of the longest sequence that has a chunk."""
     ends: int = 0
-    """Number of tokens after which logits are computed. 0 in a pass without chunks, which computes
-    logits after all tokens.
+    """Number of tokens after which logits are computed. 0 in a pass without chunks: then logits are
+    computed after all tokens.
     """
 
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -137,12 +139,12 @@ class StepShape(NamedTuple):
 class Inputs(NamedTuple):
     """The index arrays of one forward pass: views of one flat `int64` tensor on the device.
 
-    A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
+    A row is the newest token of a sequence that is being sampled. A chunk is a part of a prompt.
     """
 
     tokens: Tensor
-    """`[rows + chunk tokens]`: the tokens to be computed. `positions` (in the sequence) and `cells`
-    have the same shape.
+    """`[rows + chunk tokens]`: the token ids. `positions` (in the sequence) and `cells` have the
+    same shape.
     """
     positions: Tensor
     cells: Tensor
@@ -152,7 +154,7 @@ class Inputs(NamedTuple):
     lanes: Tensor
     """`[blocks, BLOCK]`: the prompt tokens of each attention block, as indices in `tokens`."""
     reached: Tensor
-    """`[blocks, prompt_reach]`: the pages to which each attention block attends."""
+    """`[blocks, prompt_reach]`: the cache pages to which each attention block attends."""
     spots: Tensor
     """`[chunk tokens]`: the index of each prompt token in the flattened `lanes`."""
     ends: Tensor
@@ -173,9 +175,10 @@ class Inputs(NamedTuple):
 
 
 def placed(step: Step, pages: Pages) -> Ints:
-    """Assign the cache pages that a forward pass needs.
+    """Assign the cache pages that a forward pass needs. Return the cache index of each token,
+    `[T]`.
 
-    Return the cache index `[T]` of each token: page * PAGE + offset.
+    The index is page * PAGE + offset.
     """
     rows = step.rows.numpy()
     at = step.positions.numpy()
@@ -191,11 +194,11 @@ def placed(step: Step, pages: Pages) -> Ints:
 
 
 def runs(step: Step, pages: Pages, most: int) -> Tensor:
-    """Cut the tokens of a forward pass into runs: up to `most` successive tokens of a sequence.
+    """Cut the tokens of a forward pass into runs: up to `most` successive tokens of one sequence.
 
-    Return `[4, runs]`: each run's start in `step.tokens`, its length, its slot, and its start in
-    the sequence. Runs of sequences that share their first page are adjacent, so that the page stays
-    in the CPU's cache.
+    Return an array `[4, runs]`: each run's start in `step.tokens`, its length, its slot, and its
+    start in the sequence. Runs of sequences that share their first page are adjacent, so that the
+    page stays in the CPU's cache.
     """
     count = len(step.rows)
     rows = step.rows.numpy()
@@ -214,7 +217,7 @@ def runs(step: Step, pages: Pages, most: int) -> Tensor:
 def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
     """Assign the cache pages that a forward pass needs.
 
-    Return the sizes of its index arrays, and all its `Inputs` in one flat tensor.
+    Return the sizes of its index arrays, and the arrays themselves (`Inputs`) in one flat tensor.
     """
     cells = placed(step, pages)
     rows = step.rows.numpy()
@@ -241,7 +244,8 @@ def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
 
 
 def _blocks(step: Step, pages: Pages, *, start: int) -> dict[str, Ints]:
-    """Cut prompt chunks into attention blocks. Return the arrays of `Inputs` that only chunks need.
+    """Cut prompt chunks into attention blocks. Return the arrays of `Inputs` that concern only
+    chunks.
 
     `start` is the index of the first chunk's first token in `Inputs.tokens`.
     """
@@ -279,7 +283,7 @@ def _padded(values: Ints, size: int) -> Ints:
 
 
 def tiled(size: int) -> int:
-    """Round `size` up to a multiple of `TILE`.
+    """Return `size`, rounded up to a multiple of `TILE`.
 
     >>> tiled(33), tiled(64)
     (40, 64)

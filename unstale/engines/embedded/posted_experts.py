@@ -1,7 +1,7 @@
 """Routed experts of replies, exchanged in files: messages of megabytes would block the event loop.
 
-The engine process writes a file for each reply with routed experts. The run's process reads and
-removes it.
+Routed experts are the experts that an MoE model chose for each token. The engine process writes a
+file of them for each reply. The run's process reads and removes it.
 """
 
 import math
@@ -23,7 +23,7 @@ _PREFIX = "unstale-routes-"
 
 
 class PostedExperts:
-    """A temporary folder with one file of routed experts for each reply that was not read yet.
+    """A temporary folder with a file of routed experts for each reply whose file was not read yet.
 
     If this process is killed, the next process of the same user removes the folder.
     """
@@ -37,10 +37,11 @@ class PostedExperts:
         self._resources.enter_context(hold_lock(self.folder))
 
     def take(self, reply: int, about: Sequence[Any], first: int) -> RoutedExperts:
-        """Return a reply's routed experts from the token `first` on, and remove its file.
+        """Return a reply's routed experts from the token `first` on, and remove their file.
 
-        `about` is the list that `post` returned for the reply. The call takes milliseconds, so make
-        it in a thread. Raises OSError if the file is missing or incomplete.
+        `reply` is the reply's number, and `about` the list that `post` returned for it. The call
+        takes milliseconds, so make it in a thread. Raises OSError if the file is missing or
+        incomplete.
         """
         dtype, rows, *shape = about
         row = math.prod(shape)
@@ -53,13 +54,14 @@ class PostedExperts:
         return RoutedExperts(first, experts.reshape(-1, *shape))
 
     def drop(self, reply: int) -> None:
-        """Remove the file of a reply, if there is one."""
+        """Remove the file of the reply with this number, if there is one."""
         _file(self.folder, reply).unlink(missing_ok=True)
 
     def clear(self, arrived: Collection[int]) -> None:
-        """Remove all files but those of the reply ids in `arrived`.
+        """Remove all files except those of the reply numbers in `arrived`.
 
-        Call this after the engine process ended: its other replies will never arrive.
+        Call this after the engine process has ended: the messages of other replies will never
+        arrive.
         """
         kept = {_file(self.folder, reply) for reply in arrived}
         for path in self.folder.iterdir():
@@ -71,7 +73,8 @@ class PostedExperts:
 
 
 def post(folder: str, reply: int, experts: "Experts") -> list[Any]:
-    """Write the routed experts of a reply to a file. Return a list of their dtype's name and sizes.
+    """Write the routed experts of a reply to a file. Return the name of their dtype and their
+    sizes.
 
     The engine process sends this list in the reply's message.
     """

@@ -1,4 +1,4 @@
-"""A test of a runner when it starts: it must give the same logits as a plain forward pass.
+"""A test of a new runner: its logits must be the same as those of a plain forward pass.
 
 Three short sequences are computed in parts, together and with a shared prefix. A fourth sequence
 has one token at the last position. It shows if the positions of one sequence change another, as
@@ -31,32 +31,39 @@ FORWARD_ERRORS = (
     TypeError,
     ValueError,
 )
-"""The kinds of errors that a model's own code may raise in a pass of packed sequences."""
+"""The kinds of errors that a model's own code may raise in a pass of several packed sequences."""
 _LENGTH = 24
 _SHARE = 1e-4
-"""Largest allowed difference between a logit and its value in a plain pass, as a share of the
-position's largest plain logit.
+"""Largest allowed difference between a runner's logit and that of a plain forward pass, as a share
+of the position's largest logit in the plain pass.
 """
 _NATS = 1e-3
-"""Largest allowed difference of a log-probability from a plain pass, in nats. Needed in addition to
-`_SHARE`, because logits can be large.
+"""Largest allowed difference between a runner's log-probability and that of a plain forward pass,
+in nats. Needed in addition to `_SHARE`, because logits can be large.
 """
 _ROUNDINGS = 32.0
-"""With `strict`, largest allowed difference of log-probabilities, as a multiple of the error of a
-plain pass against float64.
+"""With `strict`, the largest allowed difference of log-probabilities, as a multiple of the rounding
+error of a plain pass (measured against float64).
 """
 _OUTLIERS = 0.25
-"""Share of the positions at which a model with experts may exceed the allowed difference."""
+"""Share of positions at which the logits of a model with experts may differ by more than is
+allowed.
+"""
 _ROUNDING = 4.0
-"""Largest allowed error in bfloat16, as a multiple of the error of a plain bfloat16 pass. Both
-errors are random and of similar size.
+"""Largest allowed error of a runner in bfloat16, as a multiple of the error of a plain forward pass
+in bfloat16. Both errors are random and of similar size.
 """
 _LEAST_ROUNDING = 0.01
-"""Error in bfloat16 that is allowed in addition to `_ROUNDING`, as a share of the largest logit."""
+"""Error in bfloat16 that is allowed in addition to `_ROUNDING`, as a share of a position's largest
+logit.
+"""
 
 
 class Probe:
-    """Test sequences for a runner, and the logits of a plain forward pass on them."""
+    """Test sequences for a runner, and the logits of a plain forward pass on them.
+
+    A plain pass computes one sequence without a cache.
+    """
 
     @torch.no_grad()
     def __init__(
@@ -67,10 +74,11 @@ class Probe:
         *,
         strict: bool = False,
     ) -> None:
-        """Compute the logits of `model` in a plain forward pass.
+        """Compute the logits of `model` in plain forward passes.
 
         `exact` is the probe of the same model in float32, or None if this model is in float32. With
-        `strict`, a float32 runner may differ by a few times the error of the plain pass only.
+        `strict`, a float32 runner may differ from the plain pass only by a few of its rounding
+        errors.
         """
         config = model.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
@@ -87,12 +95,14 @@ class Probe:
         ]
         self._nats = min(_NATS, _ROUNDINGS * self._rounding(model)) if strict else _NATS
         self.warning = ""
-        """A message about positions at which a model with experts differed within the tolerance.
-        Set by `error`.
+        """A message if a model with experts differed at some positions, but at few enough. Set by
+        `error`.
         """
 
     def _rounding(self, model: PreTrainedModel) -> float:
-        """Return the largest error of a plain log-probability in float32, in nats."""
+        """Return the largest rounding error of a log-probability in a plain float32 pass, in
+        nats.
+        """
         with in_precision(model, torch.float64):
             exact = [model(input_ids=row[None], use_cache=False).logits[0] for row in self._tokens]
         errors = [
@@ -105,7 +115,8 @@ class Probe:
     def error(self, runner: Runner) -> str:
         """Return a message if a runner's logits differ from those of the plain pass, else "".
 
-        The runner must be new and have `SLOTS` slots. Logits that are not finite are an error, too.
+        The runner must be new and have `SLOTS` slots. Logits that are not finite also give a
+        message.
         """
         end = self._tokens.shape[1] - 1
         cut = end // 2
@@ -147,10 +158,10 @@ class Probe:
         return self._rounded(logits, plain, exact)
 
     def _compared(self, logits: Tensor, plain: Tensor) -> str:
-        """Return a message if a runner's float32 `logits` differ from those of a plain pass, else
-        "".
+        """Return a message if float32 `logits` of a runner differ from `plain`, those of a plain
+        pass.
 
-        Both are `[positions, V]`.
+        Both are `[positions, V]`. Return "" if the difference is allowed.
         """
         nats = (logits.log_softmax(-1) - plain.log_softmax(-1)).abs().amax(-1)
         differs = (_shares(logits, plain) > _SHARE) | (nats > self._nats)
@@ -166,11 +177,11 @@ class Probe:
         return ""
 
     def _rounded(self, logits: Tensor, plain: Tensor, exact: Tensor) -> str:
-        """Return a message if a runner's bfloat16 `logits` are much less exact than `plain`, else
-        "".
+        """Return a message if bfloat16 `logits` of a runner are much less exact than those of a
+        plain pass.
 
-        `plain` are the bfloat16 logits of a plain forward pass of the model. The error of both is
-        measured against `exact`, the logits of a plain float32 pass. All are `[positions, V]`.
+        `plain` are the bfloat16 logits of the plain pass. Errors are measured against `exact`, the
+        logits of a plain float32 pass. All are `[positions, V]`. Return "" if the error is allowed.
         """
         rank = 1.0 - _OUTLIERS if self._has_experts else 1.0
         error, usual = (
@@ -186,5 +197,7 @@ class Probe:
 
 
 def _shares(logits: Tensor, exact: Tensor) -> Tensor:
-    """Return the largest error of each position's logits, as a share of its largest exact logit."""
+    """Return the largest error of each position's `logits`, as a share of the position's largest
+    exact logit.
+    """
     return (logits - exact).abs().amax(-1) / exact.abs().amax(-1).clamp_min(1e-30)

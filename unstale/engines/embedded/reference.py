@@ -1,4 +1,4 @@
-"""The trainer's forward pass, used to check the log-probabilities of a server."""
+"""A forward pass of the trainer's model, which checks the log-probabilities of a server."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from unstale.engines.embedded.runner import check_update, tied_parameters
+from unstale.kept_sets import KeptSets
 from unstale.model.experts import routed_layers
 from unstale.model.loading import load_model
 from unstale.model.lora import Base, Merging
@@ -19,9 +20,8 @@ class ReferenceModel:
     """A language model whose weights are passed to each call of `logps`.
 
     `max_positions` is the longest sequence that the model's configuration allows, or None. With
-    `merging`, updates are LoRA adapters, which `cast` adds to the base weights in `folder`. `logps`
-    rounds weights and activations to the format `quantise`, as the engine does. `cast` does not
-    round to this format.
+    `merging`, updates are LoRA adapters, which `cast` adds to the base weights in `folder`. Like
+    the engine, `logps` rounds weights and activations to the format `quantise`. `cast` does not.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class ReferenceModel:
         self._model = _without_memory(model)
 
     def routed_layers(self) -> tuple[bool, ...]:
-        """Return a bool for each layer: True if it has an expert router.
+        """Return for each layer True if it has a router that chooses experts.
 
-        Raises ConfigError if none has.
+        Raises ConfigError if no layer has one.
         """
         return routed_layers(self._model)
 
@@ -67,18 +67,33 @@ class ReferenceModel:
 
     @torch.no_grad()
     def logps(
-        self, weights: Mapping[str, Tensor], tokens: Sequence[int], *, temperature: float
+        self,
+        weights: Mapping[str, Tensor],
+        tokens: Sequence[int],
+        *,
+        temperature: float,
+        kept_sets: KeptSets | None = None,
     ) -> Tensor:
-        """Return the log-probabilities in nats of all `tokens` except the first, `[T - 1]`.
+        """Return the log-probabilities in nats of all `tokens` except the first, `[T - 1]`, on the
+        CPU.
 
-        `weights` must be a result of `cast`.
+        `weights` must be a result of `cast`. `kept_sets` are those of the last tokens, over which
+        their log-probabilities are taken.
         """
         device = next(iter(weights.values())).device
         row = torch.tensor([tokens], device=device)
         buffers = {name: buffer.to(device) for name, buffer in self._buffers.items()}
         state = {**buffers, **weights}
         logits = functional_call(self._model, state, (row,), {"use_cache": False}).logits[0, :-1]
-        logps = (logits.float() / temperature).log_softmax(-1)
+        scaled = logits.float() / temperature
+        if kept_sets is not None:
+            sizes, ids = kept_sets.to_tensors()
+            before = len(scaled) - len(kept_sets)
+            cut = torch.ones(scaled.shape, dtype=torch.bool)
+            cut[:before] = False
+            cut[before + torch.repeat_interleave(sizes), ids.long()] = False
+            scaled = scaled.masked_fill(cut.to(device), -torch.inf)
+        logps = scaled.log_softmax(-1)
         return logps.gather(1, row[0, 1:, None]).squeeze(1).cpu()
 
 

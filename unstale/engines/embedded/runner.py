@@ -1,4 +1,4 @@
-"""The interface between scheduler and model: forward passes with a KV cache."""
+"""The interface between the scheduler of requests and the model: forward passes with a KV cache."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a prompt: tokens `start` to `end` of the sequence in `slot`.
+    """A part of a prompt: the tokens `start` to `end` - 1 of the sequence in `slot`.
 
     All tokens before `start` must be cached. A slot is the part of the cache that holds one
     sequence.
@@ -31,7 +31,7 @@ class Chunk:
 class Step:
     """The input of one forward pass: R rows, then C chunks, with T tokens in all.
 
-    A row is the last token of a sequence that is being sampled. A chunk is a part of a prompt.
+    A row is the newest token of a sequence that is being sampled. A chunk is a part of a prompt.
     """
 
     rows: Tensor
@@ -42,11 +42,14 @@ class Step:
     positions: Tensor
     """`[T]`: the position of each token in its sequence."""
     versions: Tensor | None = None
-    """`[T]`: the version of each token's adapters. None if the runner adds none."""
+    """`[T]`: the version of the LoRA adapters for each token.
+
+    None if the runner adds no adapters.
+    """
 
     @property
     def longest(self) -> int:
-        """The length of the longest sequence that has a row, the row's token included.
+        """The length of the longest sequence that has a row, with the row's token.
 
         0 without rows.
         """
@@ -64,35 +67,39 @@ class Step:
 
 
 class Runner(Protocol):
-    """A model with a KV cache. A slot is the part of the cache that holds one sequence."""
+    """A model with a KV cache, which computes forward passes for the embedded engine.
+
+    A slot is the part of the cache that holds one sequence.
+    """
 
     name: str
     """Name of the code that computes the model, such as "qwen3 decoder", for messages."""
     warning: str
-    """A message to the user about the reason why decoding is slow. Empty if it is not slow."""
+    """A message to the user that gives the reason why decoding is slow. Empty if it is fast."""
     vocab_size: int
     keeps_beginnings: bool
-    """True if the cache still has the beginning of a sequence that was continued. A recurrent layer
-    keeps only the state after the last token. Then `keep` receives 0 or all cached tokens, and
+    """True if the cache of a sequence can be cut to any of its beginnings. A recurrent layer has
+    only the state after the last token: then `keep` receives 0 or all cached tokens, and
     `copy_prefix` is not called.
     """
 
     @property
     def adapters(self) -> VersionedAdapters | None:
-        """The adapters that are added to the outputs of layers. None for updates of all weights."""
+        """The LoRA adapters that are added to the outputs of layers. None if updates have full
+        weights.
+        """
         ...
 
     def forward(self, step: Step) -> Tensor:
-        """Compute a forward pass.
+        """Compute a forward pass, and add the keys and values of its T tokens to the cache.
 
         Return float32 logits of the next token, `[R + C, V]`, for R rows and C chunks. The first R
-        logits follow the rows. The others follow the last token of each chunk. The keys and values
-        of all tokens are added to the cache.
+        follow the rows. The others follow the last token of each chunk.
         """
         ...
 
     def keep(self, slot: int, count: int) -> None:
-        """Keep the first `count` cached tokens of `slot`. The memory of the others may be freed."""
+        """Keep the first `count` cached tokens of `slot`. The memory of later ones may be freed."""
         ...
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
@@ -104,7 +111,8 @@ class Runner(Protocol):
         ...
 
     def take_experts(self) -> Tensor:
-        """Return the k experts that the last forward pass chose in each layer, `[T, layers, k]`.
+        """Return the experts that the last forward pass chose, `[T, layers, k]`: k for each token
+        and layer.
 
         If the runner records experts, the caller must call this after each pass.
         """
@@ -112,7 +120,8 @@ class Runner(Protocol):
 
 
 def warning_with_gpu(architecture: str) -> str:
-    """Return a warning that the model's architecture is decoded on the CPU although there is a GPU.
+    """Return a warning that models of this architecture are decoded on the CPU although there is a
+    GPU.
 
     Return "" if there is no GPU.
     """
@@ -125,9 +134,7 @@ def warning_with_gpu(architecture: str) -> str:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Return the names of tied weights, each with the name of the parameter whose memory it
-    shares.
-    """
+    """Return the name of each tied weight, with that of the parameter whose memory it shares."""
     parameters = dict(model.named_parameters())
     names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
     return {
@@ -138,11 +145,11 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 
 
 class ModelWeights:
-    """The names and shapes of a model's parameters and buffers, which an update must have.
+    """The names and shapes of a model's parameters and buffers, by which `take` checks updates.
 
     Create it before a runner changes the shapes of the model's parameters. `quantise` is the format
-    to which the engine rounds weights (`unstale.model.quantisation`). Updates lack the `frozen`
-    parameters.
+    to which weights are rounded (`unstale.model.quantisation`). Updates do not have the parameters
+    named in `frozen`.
     """
 
     def __init__(self, model: nn.Module, quantise: str, frozen: Collection[str] = ()) -> None:
@@ -178,8 +185,8 @@ def check_update(
 ) -> None:
     """Raise ValueError for weights that do not fit a model.
 
-    `shapes` has the shape of every parameter. `tied` maps the name of a tied weight to the name of
-    the parameter that it repeats. Tied weights may be left out of the update.
+    `shapes` has the shape of every parameter. `tied` maps the name of each tied weight to that of
+    the parameter whose values it has. Tied weights may be left out of the update.
 
     >>> check_update({"a": torch.zeros(2)}, {"a": (2,), "b": (3,)}, {})
     Traceback (most recent call last):

@@ -1,6 +1,7 @@
-"""Sampling of tokens. The random number of a token depends only on the seed and its position.
+"""Sampling of tokens. The random number of a token depends only on the seed and the token's
+position.
 
-On a CPU, `sampling.c` samples. Torch samples the same on other devices, and without a compiler.
+On a CPU, `sampling.c` samples. On other devices, and without a compiler, torch samples the same.
 """
 
 import ctypes
@@ -27,26 +28,30 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = 48
 _SUM_BLOCK = 512
-"""Number of tokens in a block of the vocabulary. Sampling first sums the probabilities of blocks,
-then those of one block's tokens. The number is near the square root of a large vocabulary, which
-makes both sums short.
+"""Number of tokens in a block of the vocabulary. Sampling first sums the probabilities of each
+block, then those of one block's tokens. The number is near the square root of a large vocabulary,
+so both sums are short.
 """
 _LEAST_LOGP = -1e30
-"""Finite stand-in for minus infinity, whose product with a probability of 0 must be 0."""
+"""Finite number in place of minus infinity, so that its product with a probability of 0 is 0."""
 _NOT_FINITE = "the logits are not finite: check the weights for NaN and infinity"
 
 
 class Drawn(NamedTuple):
-    """Sampled tokens `[B]`, their log-probabilities `[B]` in nats, and their kept sets."""
+    """Sampled tokens `[B]`, their log-probabilities `[B]` in nats, and the sets they were drawn
+    from.
+    """
 
     tokens: NDArray[np.int64]
     logp: NDArray[np.float32]
     kept_sets: KeptSets | None = None
-    """For each row, the tokens that truncation kept. None if no distribution was truncated."""
+    """For each row, the tokens that truncation (`top_p`, `top_k`, `min_p`) kept. None if no
+    distribution was truncated.
+    """
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return `[B]` uniform random numbers in (0, 1), one for each seed and position.
+    """Return `[B]` uniform random numbers in (0, 1), one for each pair of seed and position.
 
     Each number is a hash of its seed and position (twice the splitmix64 finaliser), so it does not
     depend on other tokens of the batch. It has 48 bits. With more bits, its product with a sum of
@@ -65,9 +70,9 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Sampler:
-    """A sampler that draws tokens as `draw` does, with the random numbers of `uniforms`.
+    """A callable that draws tokens as `draw` does, with the random numbers of `uniforms`.
 
-    `logit_bias` has tokens, and the numbers that are added to their logits first.
+    `logit_bias` has pairs of a token and a number, which is added to the token's logit first.
     """
 
     def __init__(self, logit_bias: Sequence[tuple[int, float]] = ()) -> None:
@@ -89,7 +94,7 @@ class Sampler:
 
     @property
     def compiled(self) -> bool:
-        """True if `sampling.c` samples from logits on the CPU. False without a compiler."""
+        """True if compiled code samples from logits on the CPU. False without a compiler."""
         return self._library is not None
 
     def __call__(
@@ -136,9 +141,9 @@ class Sampler:
         return Drawn(tokens, logp, KeptSets(sizes, np.concatenate(ids)))
 
     def measure(self, logits: Tensor, temperature: NDArray[np.float32]) -> Signals:
-        """Return the signals of the distributions of `logits` `[B, V]` at `temperature` `[B]`.
+        """Return the signals (such as the entropy) of the distributions of `logits` `[B, V]`.
 
-        Temperature 0 is measured at 1.
+        `temperature` is `[B]`. A row at temperature 0 is measured at 1.
         """
         heat = torch.from_numpy(np.where(temperature == 0, np.float32(1), temperature))
         logp = (self._with_bias(logits).float() / heat[:, None].to(logits.device)).log_softmax(-1)
@@ -170,10 +175,10 @@ def _address(array: NDArray[Any]) -> int:
 def truncated(
     logits: Tensor, temperature: Tensor, truncations: Sequence[Truncation]
 ) -> tuple[Tensor, KeptSets]:
-    """Return logits `[B, V]` with minus infinity for tokens that are cut off, and the kept sets.
+    """Return logits `[B, V]` with minus infinity for tokens that are cut off, and the kept tokens.
 
-    `temperature` is `[B]` float32. A row at temperature 0, or without a limit in `truncations`,
-    keeps all tokens.
+    `temperature` is `[B]` float32. `truncations` has the limits of each row. A row without limits,
+    or at temperature 0, keeps all tokens.
     """
     limits = torch.tensor(truncations, dtype=torch.float64, device=logits.device)
     top_p, top_k, min_p = limits.T[..., None]
@@ -196,10 +201,10 @@ def truncated(
 def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Return sampled tokens `[B]` and their log-probabilities `[B]` in nats, on the CPU.
 
-    The token is where the cumulative distribution of `logits` `[B, V]` exceeds `noise`, `[B]`
-    float64 in (0, 1). `temperature` is `[B]` float32. At temperature 0 the token is the argmax and
-    its log-probability 0. `logits` may be on any device, the other arguments are on the CPU. Raises
-    FloatingPointError for logits that are not finite.
+    The token is the first at which the cumulative distribution of `logits` `[B, V]` exceeds
+    `noise`, `[B]` float64 in (0, 1). `temperature` is `[B]` float32. At temperature 0 the token is
+    the argmax and its log-probability 0. `logits` may be on any device, the other arguments are on
+    the CPU. Raises FloatingPointError for logits that are not finite.
     """
     greedy = temperature == 0
     if bool((temperature != 1).any()):
@@ -220,12 +225,12 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Te
 
 
 def _inverted(likely: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens `[B, 1]` where cumulative sums exceed a share of each row's sum, and these
+    """Return the token `[B, 1]` where each row's cumulative sum exceeds a share of its sum, and the
     sums.
 
-    `likely` `[B, V]` has probabilities that need not sum to 1, and `noise` `[B, 1]` numbers in (0,
-    1). The block of a token is found first, then the token in the block. So only one block of a row
-    is summed token by token.
+    `likely` `[B, V]` has probabilities that need not sum to 1. `noise` `[B, 1]` has the shares, in
+    (0, 1). The block of a token is found first, then the token in the block. So only one block of a
+    row is summed token by token.
     """
     vocab = likely.shape[1]
     blocks = F.pad(likely, (0, -vocab % _SUM_BLOCK)).unflatten(1, (-1, _SUM_BLOCK))

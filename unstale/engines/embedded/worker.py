@@ -1,7 +1,8 @@
 """The process of the embedded engine: a loop that reads messages, decodes, and sends replies.
 
-Only this loop changes the weights and the version, and only between steps. So every token gets the
-version that sampled it. The process ends when the run closes its end of the socket.
+Only this loop changes the weights and their version, and only between decoding steps. So the
+version returned with a token is the one that sampled it. The process ends when the run closes its
+end of the socket.
 """
 
 import json
@@ -44,7 +45,7 @@ READY = -1
 """The `id` of the message that a new engine process sends when it can receive commands."""
 TOKEN, LOGP = np.dtype(np.int32), np.dtype(np.float32)
 """Dtypes of the arrays in the body of a reply message: first the tokens, then their
-log-probabilities. Kept sets may follow (`KeptSets.pack`).
+log-probabilities. Kept sets and signals may follow.
 """
 
 
@@ -83,10 +84,11 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
 ) -> Runner:
     """Return the fastest runner for the model in `folder`.
 
-    It is the decoder (`decoder.py`), or transformers with packed sequences, or transformers with
-    one prompt at a time. With `is_bitwise`, it is a decoder whose log-probabilities equal the
-    trainer's bit for bit. With `base`, it is transformers with packed sequences, which adds
-    adapters of several versions to these base weights. `pictures` has the pixels of requests.
+    It is the first that can compute the model: the decoder (`decoder.py`), transformers with packed
+    sequences (`packed.py`), or transformers with one sequence at a time (`fallback.py`). With
+    `is_bitwise`, it is a decoder whose log-probabilities equal the trainer's bit for bit. With
+    `base`, it is transformers with packed sequences, which adds LoRA adapters of several versions
+    to these base weights. `pictures` has the pixels of pictures in requests.
 
     The decoder runs on `device`. By default, this is GPU `number`, modulo the number of GPUs, or
     the CPU if there is none. transformers runs on the CPU. Raises ValueError if no runner computes
@@ -146,9 +148,8 @@ def build_sampler(logit_bias: Sequence[tuple[int, float]], *, is_bitwise: bool) 
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return a model's config.json.
-
-    Sizes that it leaves out and the decoder needs are transformers' defaults.
+    """Return a model's config.json. If it lacks sizes that the decoder needs, add transformers'
+    defaults.
     """
     config = read_mapping(folder / "config.json")
     if not supports(config) or names_sizes(config):
@@ -161,7 +162,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _gpu(number: int) -> str:
-    """Return the device `cuda:...` for engine `number`, and make it torch's current device.
+    """Return the device `cuda:...` for the engine with this number, and make it torch's current
+    device.
 
     Return "cpu" if there is no GPU.
     """
@@ -178,10 +180,10 @@ class _EngineWorker:
         self._options = options
         merging = options["merging"]
         self._base = Base(Path(options["model_folder"]), Merging(**merging)) if merging else None
-        """The base weights to which LoRA adapters are added. None if updates are full weights."""
+        """The base weights to which LoRA adapters are added. None if updates have full weights."""
         self._adds = bool(self._base and options["adapters"] == "unmerged")
-        """True if each pass adds the adapters of several versions to layers' outputs. False if
-        adapters are merged.
+        """True if each pass adds adapters of several versions to layers' outputs. False if adapters
+        are merged into the weights.
         """
         self._lockstep = options["lockstep"]
         self._frames = Frames()
@@ -215,7 +217,7 @@ class _EngineWorker:
             sampler=build_sampler(options["logit_bias"], is_bitwise=options["bitwise"]),
         )
         self._full_weights: dict[str, Tensor] = {}
-        """The weights of the current version as they were received. Kept only if later updates may
+        """The weights of the current version as they were received. Empty unless later updates may
         be deltas.
         """
         self._running = False
@@ -250,7 +252,7 @@ class _EngineWorker:
                     self._reply(self._batcher.step())
 
     def _send(self, header: Header, body: bytes = b"") -> None:
-        """Send a message with the counters since the last message."""
+        """Send a message, with the counters since the last one."""
         counters = {**self._batcher.counters, "idle_s": self._idle_s}
         self._batcher.counters.clear()
         self._idle_s = 0.0
@@ -259,7 +261,7 @@ class _EngineWorker:
     def _handle(self, header: Header, body: bytearray) -> None:
         """Handle a message from the run's process.
 
-        Send a confirmation, unless it is `sample` or `cancel`.
+        Confirm it, unless it is `sample` or `cancel`.
         """
         error = ""
         match header["op"]:
@@ -294,7 +296,7 @@ class _EngineWorker:
         return self._send({"op": "done", "id": header["id"], "error": error})
 
     def _load(self, header: Header, body: bytearray) -> str:
-        """Load full weights or a delta. Return an error message, or "" if they were loaded."""
+        """Load full weights or a delta. Return an error message, or "" on success."""
         try:
             if header["delta"]:
                 advance(self._full_weights, loads(memoryview(body)))
@@ -312,10 +314,7 @@ class _EngineWorker:
         return ""
 
     def _add(self, version: int, adapters: Mapping[str, Tensor]) -> str:
-        """Add the adapters of a version other than the last.
-
-        Return an error message, or "" on success.
-        """
+        """Add the adapters of an older version. Return an error message, or "" on success."""
         assert self._batcher.runner.adapters is not None
         try:
             self._batcher.runner.adapters.add(version, adapters)
@@ -324,7 +323,9 @@ class _EngineWorker:
         return ""
 
     def _received(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full weights as deltas change them: packed if `options.packed` is set."""
+        """Return full weights in the form that deltas change: quantised if `options.packed`
+        is set.
+        """
         if not self._options["packed"]:
             return dict(update)
         return pack(update, self._options["quantise"], DTYPES[self._options["dtype"]])
@@ -332,8 +333,8 @@ class _EngineWorker:
     def _to_load(self, update: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the weights or adapters that the runner loads.
 
-        Packed weights are unpacked on access. Adapters are merged with the base weights, unless
-        each pass adds them.
+        Quantised weights are converted back on access. Adapters are merged with the base weights,
+        unless each pass adds them to layers' outputs.
         """
         if self._adds:
             return update
@@ -345,10 +346,7 @@ class _EngineWorker:
         return RoundedWeights(update, options["quantise"], DTYPES[options["dtype"]])
 
     def _reply(self, finished: list[FinishedReply]) -> None:
-        """Send each finished reply in a message.
-
-        Its routed experts, if any, are written to a file.
-        """
+        """Send each finished reply in a message. Write its routed experts, if any, to a file."""
         for reply in finished:
             routed_experts = None
             if reply.experts is not None:

@@ -32,8 +32,8 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, Any]]
     weight_versions: list[VersionSpan]
     cached_tokens: int = 0
-    """Number of context tokens that the server found in its cache. The server omits it if the
-    request was aborted in the queue.
+    """Number of context tokens that the server found in its cache. The server omits the field if
+    the request was aborted in the queue.
     """
     routed_experts: msgspec.Raw = msgspec.Raw(NO_EXPERTS)
 
@@ -51,9 +51,9 @@ class SglangEngine(RemoteEngine):
     If the server was started with `--enable-deterministic-inference`, the random number of a token
     depends only on seed and position, as `SamplingParams` requires. Otherwise SGLang ignores seeds.
 
-    This engine does not use SGLang's pause, which takes a second while replies are pending and does
-    not stop requests that arrive later. Instead, an interrupted engine sends no requests, and
-    aborts replies until all have returned.
+    This engine does not use SGLang's pause. The pause takes a second while replies are pending and
+    does not stop requests that arrive later. Instead, `interrupt` sends no more requests and aborts
+    replies until all have returned.
     """
 
     NAME = "SGLang"
@@ -117,7 +117,7 @@ class SglangEngine(RemoteEngine):
     async def generate(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams
     ) -> ServerReply:
-        """Send one request to the server and return the reply.
+        """Send one request to the server and return the whole reply.
 
         SGLang always stops at the model's end token. If this is not one of the request's stop
         tokens, further requests continue the reply.
@@ -183,12 +183,12 @@ class SglangEngine(RemoteEngine):
         )
 
     def _decode_experts(self, routed_experts: memoryview) -> Any:
-        """Return routed experts from int32 numbers in base64, in the shape `_expert_shape`."""
+        """Return expert numbers from int32 numbers in base64, `[tokens, layers, k]`."""
         return np.frombuffer(decode_base64(routed_experts), "<i4").reshape(-1, *self._expert_shape)
 
     @cached_property
     def _expert_shape(self) -> tuple[int, int]:
-        """The model's number of layers, and its number of experts for each token in a layer."""
+        """The model's number of layers, and its number of experts for each token."""
         config = read_mapping(self.options.model_folder / "config.json")
         config = {**config, **(config.get("text_config") or {})}
         return config["num_hidden_layers"], config["num_experts_per_tok"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -49,12 +50,13 @@ from unstale.engines.vllm_transfer import (
     send,
     update_request,
 )
+from unstale.kept_sets import KeptSets
 from unstale.model.lora import write_adapter
 from unstale.threads import in_thread
 
 TRANSFER_S = 300.0
-"""Seconds after which sending weights by NCCL fails, or forming the NCCL group of trainer and
-workers.
+"""Seconds after which sending weights by NCCL fails. The same limit holds for forming the NCCL
+group of trainer and workers.
 """
 
 
@@ -80,6 +82,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs
     weight_versions: list[VersionSpan] | None
     finish_reason: str
+    sampling_mask: list[list[int]] | None = None
     routed_experts: msgspec.Raw = msgspec.Raw(NO_EXPERTS)
 
 
@@ -102,14 +105,14 @@ class _Reply(msgspec.Struct):
 class VllmEngine(RemoteEngine):
     """An engine on one vLLM server.
 
-    Without `options.url`, this engine starts and ends the server. `extension` names a class that is
-    added to the server's workers for loading weights. docs/engines.md shows how to start a server
-    for `options.url`.
+    Without `options.url`, this engine starts and ends the server. vLLM adds the class named
+    `extension`, which loads weights, to the server's workers. docs/engines.md shows how to start a
+    server for `options.url`.
 
-    vLLM's random numbers do not depend on a token's position. So the rest of an interrupted reply
-    differs from that of an uninterrupted one, although it is a sample from the same policy. The
-    seed of a request combines `seed` with the length of the context, so that no random number is
-    used twice.
+    vLLM's random numbers do not depend on a token's position. So an interrupted reply continues
+    with other tokens than an uninterrupted one, although they are samples from the same policy.
+    vLLM gets a seed made of `params.seed` and the length of the context, so that no random number
+    is used twice.
     """
 
     NAME = "vLLM"
@@ -127,6 +130,11 @@ class VllmEngine(RemoteEngine):
                 "and this machine has neither: set engine.backend = embedded or engine.quantise = "
                 "none"
             )
+        if options.truncation and not options.url and not torch.cuda.is_available():
+            raise ValueError(
+                f"{options.truncation} with vLLM needs a GPU, and this machine has none: vLLM "
+                "returns kept sets only there. Set engine.backend = embedded"
+            )
         super().__init__(options, None if options.url else VllmServer(options, extension))
 
     async def _handshake(self) -> int:
@@ -136,7 +144,9 @@ class VllmEngine(RemoteEngine):
         return int((await self._http.call("GET", "/v1/models"))["data"][0]["max_model_len"])
 
     async def _check_quantization(self) -> None:
-        """Raise ValueError if the server lacks the `--quantization` of `options.quantise`."""
+        """Raise ValueError if the server was not started with the `--quantization` of
+        `options.quantise`.
+        """
         wanted = QUANTIZATION[self.options.quantise]
         body = {"method": "unstale_quantization"}
         ((found,), *_) = (await self._http.call("POST", "/collective_rpc", body))["results"]
@@ -180,6 +190,10 @@ class VllmEngine(RemoteEngine):
             "logprobs": 0,
             "detokenize": False,
         }
+        if self.options.truncation:
+            # A server that returns sets accepts no temperature of 0.
+            greedy = {"temperature": 1.0, "top_k": 1}
+            sampling |= params.truncation._asdict() if params.temperature else greedy
         if self.options.record_experts:
             sampling["routed_experts_prompt_start"] = params.first_routed(self._version)
         return {"request_id": request_id, "token_ids": list(tokens), "sampling_params": sampling}
@@ -194,19 +208,20 @@ class VllmEngine(RemoteEngine):
             logp_tokens=tuple([token.token_id for token in content]),
             versions=tuple((span.version, span.end) for span in choice.weight_versions or ()),
             finish_reason=choice.finish_reason,
+            kept_sets=None if (sets := choice.sampling_mask) is None else KeptSets.of_lists(sets),
             cached_tokens=prompt_details.cached_tokens or 0,
             routed_experts=memoryview(choice.routed_experts),
         )
 
     def _decode_experts(self, routed_experts: memoryview) -> Any:
-        """Return routed experts from a NumPy file in base64."""
+        """Return expert numbers `[tokens, layers, k]` from a NumPy file in base64."""
         return read_array(decode_base64(routed_experts))
 
 
 def read_array(file: NDArray[np.uint8]) -> NDArray[Any]:
-    """Return the array of integers in the bytes of a NumPy file, without a copy.
+    """Return the integers in the bytes of a NumPy file as an array, without a copy.
 
-    Raises ValueError if the bytes are not such a file or the numbers are not integers.
+    Raises ValueError if the bytes are not such a file, or its numbers are not integers.
     """
     head = io.BytesIO(file[:_MAX_HEADER].tobytes())
     version = np.lib.format.read_magic(head)
@@ -228,8 +243,8 @@ def read_array(file: NDArray[np.uint8]) -> NDArray[Any]:
 class NcclVllmEngine(VllmEngine):
     """A vLLM engine that sends weights to its server by NCCL instead of in a file.
 
-    The trainer and the workers of the server form an NCCL group. The group lasts until the engine
-    is started again, or until a transfer fails. A failed transfer also ends the engine.
+    The trainer and the server's workers form an NCCL group. The group lasts until the engine is
+    started again or a transfer fails. A failed transfer also ends the engine.
     """
 
     def __init__(
@@ -239,10 +254,9 @@ class NcclVllmEngine(VllmEngine):
         extension: str = EXTENSION,
         make_group: MakeGroup | None = None,
     ) -> None:
-        """Create the engine.
+        """Create the engine. `make_group` makes the NCCL group of trainer and workers.
 
-        `make_group` makes the NCCL group of trainer and workers (default: `nccl_groups`). Raises
-        ValueError if `make_group` is None and NCCL cannot be used here.
+        If it is None, `nccl_groups` is used. Raises ValueError if NCCL cannot be used here.
         """
         self._make_group = make_group or nccl_groups()
         self._group: TransferGroup | None = None
@@ -278,7 +292,7 @@ class NcclVllmEngine(VllmEngine):
         await self._post("/resume")
 
     async def _join_group(self) -> TransferGroup:
-        """Make a group of the trainer and all workers of the server."""
+        """Make an NCCL group of the trainer and all workers of the server."""
         session = self._live_session()
         if self.server is None:
             await self._end_earlier_transfers()
@@ -295,7 +309,7 @@ class NcclVllmEngine(VllmEngine):
     async def _end_earlier_transfers(self) -> None:
         """End a transfer and an NCCL group that an earlier run may have left on a running server.
 
-        The server refuses these requests if there are none. Refusals are ignored.
+        If there are none, the server refuses these requests. Refusals are ignored.
         """
         session = self._live_session()
         for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
@@ -309,7 +323,7 @@ class NcclVllmEngine(VllmEngine):
     async def _post_during(self, path: str, body: Any, call: Callable[[], None]) -> None:
         """Send a request to the server while `call` runs in a thread, and wait for both.
 
-        Raises `EngineDied` if one fails, or if they take longer than `TRANSFER_S`. The thread may
+        Raises `EngineDied` if one fails, or if both take longer than `TRANSFER_S`. The thread may
         then continue, because NCCL cannot stop a member that waits for others to join.
         """
         session = self._live_session()
@@ -338,10 +352,10 @@ class NcclVllmEngine(VllmEngine):
 class AdapterVllmEngine(VllmEngine):
     """A `VersionedEngine` on a vLLM server with LoRA. Only adapters are sent to the server.
 
-    Each version is a LoRA adapter of the server, which reads it from a folder in memory. A request
-    names the adapter, and the reply names the one that sampled it. vLLM's prefix cache keeps
-    adapters apart, so a load drops no cached context. The probe compares with merged weights, which
-    only this process has.
+    Each version is a LoRA adapter, which the server reads from a folder in memory. A request names
+    the adapter that must sample, and the reply names the one that did. vLLM's prefix cache keeps
+    adapters apart, so a load drops no cached context. The probe (the test of a load) compares the
+    server's log-probabilities with those of merged weights, which only this process has.
     """
 
     def __init__(self, options: EngineOptions, *, extension: str = EXTENSION) -> None:
@@ -423,7 +437,7 @@ class AdapterVllmEngine(VllmEngine):
         return f"{self._prefix}{version}"
 
     async def _loaded_version(self) -> str:
-        """Return the newest version as text if the server has its adapter, otherwise ""."""
+        """Return the last loaded version as text if the server has its adapter, otherwise ""."""
         await super()._loaded_version()  # the engine process answers this
         models = (await self._http.call("GET", "/v1/models"))["data"]
         has_newest = self._name(self._version) in {each["id"] for each in models}
@@ -444,13 +458,14 @@ class AdapterVllmEngine(VllmEngine):
 
 
 def make_engine(options: EngineOptions) -> Engine:
-    """Return a vLLM engine.
+    """Return a vLLM engine of the kind that `options` ask for.
 
-    `options.transfer` decides how it sends weights: by NCCL, or in a file in memory.
+    It is an `AdapterVllmEngine` if `options.adapters` is `unmerged`. Otherwise `options.transfer`
+    decides whether it sends weights by NCCL or in a file in memory.
     """
     if options.adapters == "unmerged":
         return AdapterVllmEngine(options)
     return NcclVllmEngine(options) if options.transfer == "nccl" else VllmEngine(options)
 
 
-SPEC = EngineSpec(make_engine, deltas_in_parts=True, unmerged=True)
+SPEC = EngineSpec(make_engine, deltas_in_parts=True, unmerged=True, keeps_sets=True)

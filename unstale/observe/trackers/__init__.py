@@ -5,10 +5,10 @@ Each tracker is a file of this folder with
     PACKAGE = "wandb"                                        # the module that it needs
     def open_sink(package: Any, run: TrackedRun) -> Sink: ...  # gets that module
 
-The name of the file is the name of the tracker, and of the extra that installs the package. An
-entry point of another distribution, or `module:factory` in the option `trackers`, names a function
-`factory(run: TrackedRun) -> Sink`. In Python the value of the option may also be such a function, a
-`Sink`, or a list of these.
+The name of the file is the name of the tracker, and of the extra that installs the package. The
+option `trackers` names trackers. It may also name an entry point of another distribution, or
+`module:factory`: a function `factory(run: TrackedRun) -> Sink`. In Python its value may be such a
+function, a `Sink`, or a list of these.
 """
 
 import math
@@ -33,16 +33,14 @@ if TYPE_CHECKING:  # `records` imports torch
     from unstale.records import Group
 
 TEXT_EVERY = 10
-"""Number of steps between two sample texts. The first sample text is from step 1."""
+"""Number of steps from one sample text to the next. Step 1 has the first."""
 CLOSE_S = 120.0
-"""Largest number of seconds for which the end of a run waits until trackers have sent pending
-data.
-"""
+"""Largest number of seconds that the end of a run waits for trackers to send what is queued."""
 
 
 MAX_NAMES, MAX_NOTES = 500, 10
-"""Largest number of metrics with the same part before the `/` in their names, and largest number of
-notes about changed names. A database of MLflow takes 1 ms for each value.
+"""Largest number of metrics that are sent of those with the same part before the `/`, and largest
+number of notes about changed names. MLflow's database takes 1 ms for each value.
 """
 MAX_NAME = 200
 """Largest number of characters of a metric's name. MLflow accepts 250."""
@@ -54,26 +52,29 @@ OutcomeKind = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """The way in which a run ended: finished, stopped by the user (Ctrl-C, SIGTERM), or failed."""
+    """How a run ended: finished, stopped by the user (Ctrl-C, SIGTERM), or failed."""
 
     kind: OutcomeKind
     detail: str = ""
-    """The reason as text, such as the error."""
+    """The cause as text, such as the error message."""
 
 
 _ENDED_EARLY = RunOutcome("failed", "the run ended without giving a reason")
 
 
 class Sink(Protocol):
-    """A receiver of the metrics and sample texts of a run. Every tracker has these methods.
+    """A tracker that receives the metrics and sample texts of a run.
 
-    All calls are made in one thread of the run that does nothing else, so they may wait. If a call
-    raises an error, the run continues with a warning, and closes this tracker. A resumed run writes
-    the steps after its last checkpoint a second time.
+    All methods are called in one thread of the run that does nothing else, so they may wait. If a
+    method raises an error, the tracker is closed, and the run continues with a warning. A resumed
+    run writes the steps after its last checkpoint a second time.
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step (docs/metrics.md). All values are finite."""
+        """Write the metrics of a step, all of which are finite.
+
+        docs/metrics.md lists their names.
+        """
         ...
 
     def text(self, step: int, name: str, text: str) -> None:
@@ -81,17 +82,17 @@ class Sink(Protocol):
         ...
 
     def close(self, outcome: RunOutcome) -> None:
-        """Write pending data, store how the run ended, and close.
+        """Write pending data, store how the run ended, and close. No method is called afterwards.
 
-        No method is called afterwards. If another method raised an error, `outcome` has the kind
-        `failed`, also if the run continues.
+        If another method raised an error, `outcome` has the kind `failed`, even if the run
+        continues.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run whose metrics are sent to a tracker."""
+    """A description of the run whose metrics a tracker gets."""
 
     folder: Path
     """The run folder. Its name is the name of the run."""
@@ -100,38 +101,43 @@ class TrackedRun:
     note: Callable[[str], None] = lambda text: None
     """A function that prints a line on the terminal of the run."""
     first_step: int = 0
-    """The first step that will be written. If the run resumes, the tracker may have this step and
-    later ones already.
+    """The first step that will be written. If the run is resumed, the tracker may have this step
+    and later ones already.
     """
 
     def stored_id(self, tracker: str) -> str:
-        """Return this run's identifier in a tracker. "" if the tracker has no such run yet."""
+        """Return the identifier that `tracker` gave to this run before a resume. "" if it gave
+        none.
+        """
         path = self.folder / f"{tracker}.id"
         return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
     def store_id(self, tracker: str, identifier: str) -> None:
-        """Store this run's identifier in a tracker, so that a resumed run continues its charts."""
+        """Store the identifier that `tracker` gave to this run, so that a resumed run continues its
+        charts.
+        """
         (self.folder / f"{tracker}.id").write_text(identifier + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedNames:
-    """The names under which metrics are sent to a tracker that refuses some characters.
+    """Names of metrics in a form that trackers accept which refuse some characters.
 
-    MLflow refuses a whole batch because of one name, and TensorBoard writes `a,b` and `a;b` into
-    one chart.
+    MLflow refuses a whole step because of one name, and TensorBoard writes `a,b` and `a;b` into one
+    chart.
     """
 
     tracker: str
     note: Callable[[str], None]
     _names: dict[str, str] = field(default_factory=dict)
-    """For each metric, the name under which it is sent. Empty if the metric is not sent."""
+    """The accepted name of each metric, by its own name. Empty if the metric is not sent."""
     _counts: Counter[str] = field(default_factory=Counter)
 
     def rename(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics by accepted names, at most `MAX_NAMES` with the same part before `/`.
+        """Return the metrics by their accepted names.
 
-        Print notes about the first names that change, and about metrics that are left out.
+        Of those with the same part before the `/`, at most `MAX_NAMES` are returned. Notes are
+        printed about the first changed names, and about metrics that are left out.
         """
         for name in metrics:
             if name not in self._names:
@@ -161,10 +167,10 @@ class AcceptedNames:
 
 
 def accepted_name(name: str) -> str:
-    """Return a metric's name in a form that every tracker accepts, distinct for distinct names.
+    """Return a metric's name in a form that every tracker accepts. Distinct names stay distinct.
 
-    A name that must change gets a suffix that depends only on the name, so a resumed run continues
-    its chart.
+    A changed name gets a suffix that depends only on the name, so a resumed run continues its
+    chart.
 
     >>> accepted_name("reward/mean")
     'reward/mean'
@@ -188,9 +194,10 @@ def tracker_names() -> list[str]:
 
 
 def find_trackers(option: str) -> dict[str, Callable[[TrackedRun], Sink]]:
-    """Return the functions that open the trackers in the option `trackers`, by name.
+    """Return, by name, the functions that open the trackers which `option`, the option `trackers`,
+    names.
 
-    Raises `ConfigError` for an unknown name, or a package that is not installed.
+    Raises `ConfigError` for an unknown name, or if a tracker's package is not installed.
     """
     if not isinstance(option, Given):
         return {name: _find(name) for name in re.split(r"[,\s]+", option) if name}
@@ -228,19 +235,23 @@ def _find(name: str) -> Callable[[TrackedRun], Sink]:
 
 @dataclass(slots=True)
 class Trackers:
-    """The open trackers of a run. One thread writes to them, so a slow server delays no step."""
+    """The open trackers of a run. A thread of their own writes to them, so a slow server delays no
+    step.
+    """
 
     sinks: dict[str, Sink] = field(default_factory=dict)
     _thread: ThreadPoolExecutor = field(
         default_factory=partial(ThreadPoolExecutor, 1, "trackers"), init=False
     )
     _calls: deque[tuple[str, Future[None]]] = field(default_factory=deque, init=False)
-    """Calls to trackers whose results have not been read yet: the tracker's name and a future."""
+    """Calls of trackers that may not have ended, or whose errors were not read: tracker's name and
+    future.
+    """
     _is_closed: bool = field(default=False, init=False)
 
     @classmethod
     def open(cls, option: str, run: TrackedRun) -> Self:
-        """Open the trackers that the option `trackers` names.
+        """Open the trackers that `option`, the value of the option `trackers`, names.
 
         Raises `ConfigError` if a tracker cannot be opened.
         """
@@ -254,7 +265,9 @@ class Trackers:
         return cls(sinks)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send the metrics of a step that are finite numbers."""
+        """Send the metrics of a step to all trackers. Values that are no finite numbers are left
+        out.
+        """
         numbers = {
             name: float(value)
             for name, value in metrics.items()
@@ -265,7 +278,11 @@ class Trackers:
     def sample(
         self, step: int, groups: "Sequence[Group]", decode: Callable[[list[int]], str]
     ) -> None:
-        """Send the text of one of the batch's episodes, at every `TEXT_EVERY`th step."""
+        """Send one of a batch's episodes as text to all trackers, at step 1 and every `TEXT_EVERY`
+        steps.
+
+        `decode` turns tokens into text.
+        """
         episodes = [episode for group in groups for episode in group.trajectories]
         if not self.sinks or not episodes or step % TEXT_EVERY != 1:
             return
@@ -275,10 +292,10 @@ class Trackers:
         self._call(lambda sink: sink.text(step, "sample", text))
 
     def failures(self) -> Iterator[tuple[str, BaseException]]:
-        """Yield the name of each tracker that failed since the last call, with its error.
+        """Yield the name and the error of each tracker that has failed since the last call.
 
-        A failed tracker is closed and not used again. After `close`, trackers that had not ended
-        when it returned count as failed, too.
+        A failed tracker is closed and not used again. After `close`, trackers that it could not
+        close in time count as failed, too.
         """
         while self._calls and self._calls[0][1].done():
             name, call = self._calls.popleft()
@@ -295,10 +312,11 @@ class Trackers:
                     yield name, TimeoutError("it did not end in time, and some metrics may be lost")
 
     def close(self, outcome: RunOutcome = _ENDED_EARLY, timeout_s: float = CLOSE_S) -> None:
-        """Close each tracker when it has written all that was sent to it.
+        """Close each tracker when it has written what was sent to it. `outcome` is how the run
+        ended.
 
-        A second call does nothing. The method returns after at most `timeout_s` seconds, even if
-        trackers are not closed yet.
+        Return after at most `timeout_s` seconds, even if trackers are not closed yet. A second call
+        does nothing.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -316,7 +334,7 @@ class Trackers:
 def _close(
     name: str, sink: Sink, outcome: RunOutcome, calls: Iterable[tuple[str, Future[None]]]
 ) -> None:
-    """Close a tracker. Its outcome is "failed" if one of its earlier `calls` failed."""
+    """Close a tracker. Its outcome is "failed" if one of `calls`, its earlier calls, failed."""
     errors = (call.exception() for other, call in calls if other == name)
     if error := next(filter(None, errors), None):
         outcome = RunOutcome("failed", f"some metrics were not sent: {error}")

@@ -1,4 +1,4 @@
-"""The tracker MLflow. Its variables MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME are used.
+"""The tracker MLflow. The variables MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME apply.
 
 Without a tracking URI, runs are stored in the database `mlflow.db` next to the run folder.
 """
@@ -18,7 +18,7 @@ MAX_VALUE = 500
 MAX_PARAMETERS = 100
 """Largest number of parameters that a server accepts in one request."""
 MAX_METRICS = 500
-"""Largest number of metrics in one request. A server accepts 1000, but the time of a database grows
+"""Largest number of metrics in one request. A server accepts 1000, but its database's time grows
 with the square of the number.
 """
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}

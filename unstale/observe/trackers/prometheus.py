@@ -1,6 +1,6 @@
-"""The tracker Prometheus: the newest metrics of a run as text, at a port of this machine.
+"""The tracker Prometheus: a page with the newest metrics of a run, at a port of this machine.
 
-A Prometheus server on the same machine fetches them from http://127.0.0.1:PORT/metrics. This page
+A Prometheus server on the same machine fetches it from http://127.0.0.1:PORT/metrics. The page
 needs no key and has only numbers, no texts. It is served until the run ends.
 """
 
@@ -24,11 +24,11 @@ SILENT_S = 2.0
 """Seconds after which a connection is closed. Clients on the same machine need less time."""
 MAX_CONNECTIONS = 16
 LOOK_S = 0.5
-"""Seconds between two checks for a request to stop the server."""
+"""Seconds after which the server looks again whether it should stop."""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
-    """Serve the metrics at the port `prometheus_port`.
+    """Serve the metrics at the port of the option `prometheus_port`. Return the tracker.
 
     Raises `ConfigError` if the port cannot be used.
     """
@@ -58,7 +58,9 @@ class RunGauges:
         self._gauges: dict[str, Any] = {}
 
     def update(self, run: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Set the gauges of a run to the metrics of a step. Other gauges keep their values."""
+        """Set the gauges of the run `run` to the metrics of a step. A missing metric keeps its
+        value.
+        """
         for metric, value in {"step": step, **metrics}.items():
             name = "unstale_" + re.sub(r"\W", "_", metric, flags=re.ASCII)
             if name not in self._gauges:
@@ -69,7 +71,7 @@ class RunGauges:
 
 
 class _Prometheus:
-    """A sink that serves the metrics of one run. A thread of its own answers requests."""
+    """A tracker that serves the metrics of one run. A thread of its own answers requests."""
 
     def __init__(self, run: str, gauges: RunGauges, server: "_Server") -> None:
         self._run = run
@@ -138,7 +140,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def _end(self, now: float) -> None:
-        """Shut down the connections that had to be closed by `now`. Their threads then end."""
+        """Shut down connections whose time is over at `now`, so that their threads end."""
         with self._lock:
             late = [connection for connection, end in self._connections.items() if end <= now]
         for connection in late:

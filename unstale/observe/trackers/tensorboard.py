@@ -10,10 +10,10 @@ PACKAGE = "torch.utils.tensorboard"
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
-    """Begin new event files.
+    """Begin new event files in the run folder. Return the tracker.
 
-    In older files, TensorBoard does not show steps from `run.first_step` on, because they will be
-    written again.
+    They hide steps from `run.first_step` on in older files, because a resumed run writes these
+    again.
     """
     folder = str(run.folder / "tensorboard")
     writer = package.SummaryWriter(folder, purge_step=run.first_step)

@@ -16,7 +16,7 @@ from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
 PACKAGE = "wandb"
 
 EXIT_CODES = {"finished": 0, "stopped": 255, "failed": 1}
-"""The exit code that stands for each outcome of a run. wandb itself uses 255 after Ctrl-C."""
+"""The exit code by which wandb shows each outcome of a run. wandb itself uses 255 after Ctrl-C."""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:

@@ -60,7 +60,7 @@ def _synthesize(chosen: argparse.Namespace) -> int:
 
 
 def _make(chosen: argparse.Namespace, config: RunConfig) -> list[dict[str, object]]:
-    """Return the rows of all drafts and controls."""
+    """Draft the tasks. Return a row for each draft and each control."""
     from unstale.builders import build_server
     from unstale.cli.evaluate import run_until_complete, running_generator
     from unstale.cli.process import limit_threads

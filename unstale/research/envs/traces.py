@@ -9,9 +9,10 @@ step and what followed it, and the episode goes on, at most `patches` times. The
 success if all replies were right. From UI-S1; `step_groups` with `cut_below` 1 cuts returns at
 patches.
 
-The facts are `progress`, the share of replies before the first wrong one, `patches`, and
-`semi_online`, the mean of progress and success. A recording does not know what another way of
-solving a task would have led to, so success in the true environment must be measured apart.
+The facts are `progress`, the share of the expert's steps before the first wrong reply, `patches`,
+the number of wrong replies, and `semi_online`, the mean of progress and success. A recording cannot
+show where another way of solving the task leads, so measure success in the true environment as
+well.
 """
 
 import json
@@ -35,14 +36,16 @@ RESULT = "It was answered: {answer}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracesConfig(TaskConfig):
-    """The recorded conversations of an expert."""
+    """Tasks that replay the recorded conversations of an expert."""
 
     env: str = "traces:"
     """`traces:FILE` with a row for each conversation."""
     tolerance: NonNegative = 0.0
     """Largest difference of a number in a call from the expert's, such as a place on a screen."""
     patches: Count = 2
-    """Largest number of wrong replies after which an episode goes on."""
+    """Number of wrong replies that are patched: the expert's step is shown, and the episode
+    continues. It ends after one more wrong reply.
+    """
     held_out_share: Share = HELD_OUT_SHARE
     """Share of the conversations that are held out for evaluation. A hash of the prompt selects
     them.
@@ -56,7 +59,9 @@ class TracesConfig(TaskConfig):
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """A conversation of an expert: the prompt, and each reply with the messages after it."""
+    """A conversation of an expert: its first messages, and each reply with the messages that follow
+    it.
+    """
 
     opening: tuple[Message, ...]
     steps: tuple[tuple[Message, tuple[Message, ...]], ...]
@@ -67,10 +72,14 @@ class _Trace:
 
 
 class TraceTasks(ListedTasks):
-    """A task set whose tasks are an expert's conversations."""
+    """A task set that replays recorded conversations of an expert, one as each task."""
 
     def __init__(self, rows: Sequence[Any], options: TracesConfig) -> None:
-        """Read the conversations. Raises `ConfigError` for a row that has none."""
+        """Create the tasks from the rows of a file.
+
+        Raises `ConfigError` for a row without a conversation, or if no conversation is left for
+        training.
+        """
         self.name = options.env
         self._options = options
         self._folder = Path(options.source).parent
@@ -175,7 +184,9 @@ def _is_near(value: Any, wanted: Any, tolerance: float) -> bool:
 
 
 def _patched(expert: Message, after: Sequence[Message]) -> tuple[Message, ...]:
-    """Return a message that shows the expert's step and its results, then the other messages."""
+    """Return the messages after a wrong reply: the expert's step with its results, then the
+    others.
+    """
     calls = [json.dumps([each.name, dict(each.arguments)]) for each in expert.tool_calls]
     lines = [PATCH.format(step=" ".join(filter(None, (expert.content, *calls))))]
     lines += [RESULT.format(answer=each.content) for each in after if each.role == "tool"]

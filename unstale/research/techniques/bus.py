@@ -1,17 +1,18 @@
 """`bus`: some episodes of a group begin with what other runs wrote for the same task.
 
 A group begins with episodes of its own. Then at most `number` episodes follow whose reply begins
-with the text of another episode that solved the task. Such a text is FOREIGN: nobody here knows its
-probability under its writer. The policy ends the reply, the environment of this run gives the
-reward, and a foreign reward is never read. The advantage is the reward minus the mean reward of the
-group. Foreign text is trained on where its advantage is above 0.
+with the text of another run's episode that solved the task. Such text is FOREIGN: its
+log-probability under the policy that wrote it is not known. The policy ends the reply, and this
+run's environment gives the reward. The reward in the other run is not used. The advantage is the
+reward minus the mean reward of the group. Foreign text is trained on where its advantage is above
+0.
 
-The texts come from a directory `folder` that several runs share, and into which each writes its
-successes with one reply, as text, which every reader encodes with its own tokenizer. From SAPO
-(swarm sampling). Or they are the successes of an earlier run `load` with the same policy and tasks,
-with all their turns, whose answers the environment must repeat. With `when` = failed they join only
-groups without a success. From DART, which keeps successes collected in advance for tasks that
-always fail.
+The texts come from a directory `folder` that several runs share. Each run writes the texts of its
+successes with one reply there, and encodes the others' with its own tokenizer. From SAPO (swarm
+sampling). Or they are the successes of an earlier run `load` with the same policy and tasks, with
+all their turns, whose observations the environment must repeat. With `when` = failed, texts of
+`load` are used only in groups without a success. From DART, which keeps successes collected in
+advance for tasks that always fail.
 """
 
 from __future__ import annotations
@@ -69,16 +70,18 @@ class BusConfig(Section, SuccessThreshold):
     """Episodes that begin with what other runs wrote for the same task (SAPO, DART)."""
 
     folder: str = ""
-    """A directory that the runs share. Each run writes its successes there. Empty: none."""
+    """A directory that several runs share, in which each run writes its successes. Empty: none."""
     node: str = ""
-    """Only with `folder`: the name of this run there, which no other run has."""
+    """Only with `folder`: a name of this run in the directory. No other run may have it."""
     load: str = ""
-    """The folder of an earlier run with the same policy and tasks, whose successes are used."""
+    """Folder of an earlier run with the same policy and tasks, whose successes are used. Empty:
+    none.
+    """
     number: Count = 0
     """Largest number of episodes of a group with foreign text; 0 is half of `schedule.group_size`.
     """
     when: Literal["always", "failed"] = "always"
-    """In which groups there are such episodes: in all, or in those without a success."""
+    """Groups that get episodes with foreign text: all, or those without a success."""
 
     def check_combination(self) -> None:
         check_node("bus", self.folder, self.node)
@@ -91,11 +94,11 @@ class Bus:
     """A technique that begins some replies of a group with texts of other runs."""
 
     def __init__(self, options: BusConfig) -> None:
-        """Create the technique. `options.number` must not be 0: `Entry.complete` fills it in."""
+        """Create the technique. `options.number` must be above 0: `Entry.complete` replaces a 0."""
         self._options = options
         self._identify: Callable[[Task], str] = lambda task: task.key
         self._loaded: dict[str, list[tuple[tuple[int, ...], Text]]] | None = None
-        """Prompts and texts of an earlier run's successes by task. None before they were read."""
+        """Prompt and text of each success of the run `load`, by task. None before they are read."""
         self._reading = Lock()
         self._shared = SharedTexts(options.folder, options.node)
 
@@ -185,9 +188,9 @@ class Bus:
 
 
 def foreign(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], Text]:
-    """Return the prompt of an episode, and what follows as text of another run.
+    """Return the prompt of an episode, and the rest of it as foreign text.
 
-    The last token is left out: the policy ends the last reply itself.
+    The last token is left out, because the policy ends the last reply itself.
     """
     prompt: tuple[int, ...] = ()
     text: list[ContextPiece | Placed] = []

@@ -1,4 +1,4 @@
-"""The table of published techniques, and what the package has of each. It imports no torch.
+"""The table of published techniques, and how much of each the package has. It imports no torch.
 
 `unstale techniques` prints it. A row is a paper, and its state is one of four:
 
@@ -26,9 +26,13 @@ class Row:
     about: str
     state: State
     how: str
-    """The options or commands that turn on what there is. Empty if there is nothing."""
+    """The options or commands that turn on what the package has of the technique. Empty if it has
+    nothing.
+    """
     missing: str
-    """A sentence about the parts of the paper that are left out. Empty if the row works."""
+    """A sentence about the parts of the paper that the package leaves out. Empty if the state is
+    works.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -465,6 +469,13 @@ ROWS: Sequence[Row] = (
         "a teacher's judgement of each token that the policy sampled",
         "--techniques distil --distil.teacher FOLDER (docs/distillation.md)",
     ),
+    _partly(
+        61,
+        "ESTR, arXiv 2607.22186",
+        "a trust region whose width grows with a token's entropy",
+        "--techniques estr --estr.tau TAU",
+        "The mask is made once per batch, and tau has no default: the paper's value is not known.",
+    ),
 )
 """All rows of the table, in the order of their numbers."""
 
@@ -493,6 +504,7 @@ WISHES: Mapping[str, Sequence[str]] = {
     "stability with old tokens": (
         "confidence_clip",
         "ess_lr",
+        "estr",
         "m2po",
         "minpro",
         "opmd",
@@ -515,11 +527,11 @@ WISHES: Mapping[str, Sequence[str]] = {
     "another reward": ("flawed_success_penalty", "long_reply_penalty", "tool_bonus"),
     "figures only": ("balance", "proxy", "rollout_figures"),
 }
-"""What a user may want -> the techniques and commands for it. Each of these is listed once."""
+"""For each thing that a user may want: the techniques and commands for it. Each is listed once."""
 COMMANDS: Mapping[str, str] = {
     "unstale attempt": "Attempt each task several times, and choose by votes or by comparisons",
     "unstale route": "Send each task to the policy that probably solves it at the least cost",
     "unstale synthesize": "Let a model write tasks, and keep those whose answers are verified",
     "unstale tool-traces": "Turn plain reasoning into conversations with tool calls",
 }
-"""What the commands in `WISHES` do."""
+"""A description of each command in `WISHES`, by the command's name."""

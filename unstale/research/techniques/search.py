@@ -1,9 +1,9 @@
 """`search`: a group is a search tree whose nodes are whole answers, by several roles of the policy.
 
 A group begins with `first` answers. Each further node is a new answer to the task, or improves an
-earlier one: its prompt ends with that answer and the request of a role. The place is drawn by
-Thompson sampling: from the top on, each answer below and each role that could write a new one draws
-a success rate from its Beta posterior, given the rewards so far. The largest draw is followed.
+earlier answer: then its prompt ends with that answer and the request of a role. Thompson sampling
+chooses: at each node, from the root on, each answer below it and each role that could improve it
+draws a success rate from a Beta posterior of the rewards so far, and the largest draw is followed.
 
 The reward of an improvement is r + gamma (r - b), b = (1 - mix) r_parent + mix r_siblings. These
 are the reward of the answer that it improves, and the mean of the other improvements of that one.
@@ -37,14 +37,18 @@ EARLIER = "\n\nAn earlier answer was:\n"
 OTHER = "\n\nAnother agent's answer was:\n"
 """Beginnings of the note with an answer to improve: one of this run, or of another one."""
 CHARACTERS = 2000
-"""Largest number of characters of an earlier answer. Of a longer one, the end is taken."""
+"""Largest number of characters of an earlier answer in a prompt. Of a longer one,
+the end is used.
+"""
 REFUSED = {
     "allocator": "which chooses the number of episodes of a group, too",
     "distiller": "whose teacher scores sampled tokens only",
     "filter": "which may leave out an answer that others improve",
     "source": "which stores single episodes",
 }
-"""Slots whose techniques cannot be used with a search, and the reason."""
+"""Reasons why techniques of some slots (kinds of techniques) cannot be used with a search, by
+slot.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +58,17 @@ class SearchConfig(Section):
     first: PositiveInt = 2
     """Number of answers with which a group begins."""
     number: Count = 0
-    """Number of answers that are added; 0 is the rest of `schedule.group_size`."""
+    """Number of answers that are added to the first ones; 0 is the rest of
+    `schedule.group_size`.
+    """
     at_once: PositiveInt = 2
-    """Number of nodes that are drawn from the same results, and run at the same time."""
+    """Number of nodes that are chosen from the same results, and run concurrently."""
     roles: str = "Check it step by step and correct it.|Solve the task in another way."
-    """The requests of the roles that improve an answer, separated by `|`."""
+    """The requests with which the roles ask for an improvement, separated by `|`."""
     gamma: NonNegative = 0.5
-    """Weight of the advance over the answers before and beside an improvement in its reward."""
+    """Weight gamma of r - b in the reward of an improvement: its reward r minus that of its parent
+    and siblings.
+    """
     mix: Share = 0.5
     """Weight of the other improvements in the reward to which an improvement is compared."""
     folder: str = ""
@@ -81,10 +89,10 @@ Place = int | str | None
 
 
 class Search:
-    """A technique that improves answers of a group, at places drawn by Thompson sampling."""
+    """A technique that lets roles of the policy improve answers chosen by Thompson sampling."""
 
     def __init__(self, options: SearchConfig) -> None:
-        """Create the technique. `options.number` must not be 0: `Entry.complete` fills it in."""
+        """Create the technique. `options.number` must be above 0: `Entry.complete` replaces a 0."""
         self._options = options
         self._shared = SharedTexts(options.folder, options.node)
         self._identify: Callable[[Task], str] = lambda task: task.key
@@ -201,7 +209,9 @@ class Search:
 
 
 def role_of(node: Trajectory, requests: Sequence[str]) -> int:
-    """Return the index of the role whose request a prompt ends with. -1 for none."""
+    """Return the index of the role whose request ends the prompt of an answer. -1 if there is
+    none.
+    """
     note = node.fork.note if node.fork else ""
     return next((i for i, request in enumerate(requests) if note.endswith(request)), -1)
 
@@ -213,7 +223,7 @@ def _answer(node: Trajectory, texts: Texts) -> str:
 
 
 def _sample(rewards: Sequence[float], random: Random) -> float:
-    """Return a draw from the Beta posterior of a success rate, given rewards from 0 to 1."""
+    """Return a draw from the Beta posterior of a success rate. Rewards count between 0 and 1."""
     total = sum(min(1.0, max(0.0, each)) for each in rewards)
     return random.betavariate(1 + total, 1 + len(rewards) - total)
 
