@@ -49,7 +49,7 @@ from unstale.research.attempt_result import PLANNED, AttemptResult
 from unstale.research.collect import CollectedTasks
 from unstale.research.quality_head import QualityHead
 from unstale.research.search import Stages, beam_search
-from unstale.research.synthesize import Writer
+from unstale.research.served_writer import Writer
 from unstale.research.techniques.live_tree import ForecastTree
 from unstale.research.techniques.tree import TreeConfig
 from unstale.research.votes import by_majority, by_tournament, judge_record

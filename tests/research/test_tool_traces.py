@@ -93,7 +93,7 @@ class Writes:
 
 def rewrite(writer: Writes) -> list[dict[str, object]]:
     solution = "There are ten choose three ways, half of them even, so 60."
-    return asyncio.run(rewritten("How many?", solution, TOOLS["python"], writer))
+    return asyncio.run(rewritten("How many?", solution, writer))
 
 
 def test_a_model_rewrites_computations_in_words_as_programs_that_are_executed() -> None:

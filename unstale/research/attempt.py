@@ -30,7 +30,7 @@ from unstale.research.attempt_result import PLANNED, AttemptResult
 from unstale.research.collect import CollectedTasks
 from unstale.research.quality_head import QualityHead
 from unstale.research.search import Stages, beam_search
-from unstale.research.synthesize import Writer
+from unstale.research.served_writer import Writer
 from unstale.research.techniques.retry import DATA, PLAN, PLANNED_BY
 from unstale.research.votes import Choice, by_majority, by_tournament, judge_record
 from unstale.rollout import evaluation

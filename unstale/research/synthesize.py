@@ -26,16 +26,16 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from unstale.cli.resume import read_config
 from unstale.config import ConfigError
 from unstale.durability.journal import Journal
-from unstale.engines.http import Http
 from unstale.envs import Message
 from unstale.envs.registry import build_taskset
 from unstale.records import Task
 from unstale.research.envs.synthesis import SynthesisConfig, SynthesisTasks
+from unstale.research.served_writer import Writer
 from unstale.research.typed_answer import ANSWER_LINE, answer_key, final_answer, typed_answer
 from unstale.rollout.seeds import derive_seed
 
@@ -56,8 +56,6 @@ both.
 """
 FEWEST_WORDS = 5
 """Smallest number of words of a task."""
-CALL_S = 120.0
-"""Seconds within which a writer behind an endpoint must answer."""
 _LABEL = re.compile(r"^\W*(?:new )?problem\W*:\s*", re.IGNORECASE)
 
 
@@ -151,31 +149,6 @@ class SynthesisOptions:
                 "policy both verifies and is measured: hardly a task that it always solves alike "
                 "is in the band. Set --agree 0.75, or name another writer by --url"
             )
-
-
-class Writer(Protocol):
-    """An interface of a language model that replies to messages."""
-
-    async def reply(self, messages: Sequence[Message], seed: int) -> str: ...
-
-
-class ServedWriter:
-    """A writer behind an endpoint of the OpenAI API, such as that of `unstale serve`."""
-
-    def __init__(self, url: str, model: str, key: str) -> None:
-        self._http = Http(url, key=key)
-        self._model = model
-
-    async def reply(self, messages: Sequence[Message], seed: int) -> str:
-        """Return the model's reply. Raises OSError if the endpoint gives none in time."""
-        sent = [{"role": each.role, "content": each.content} for each in messages]
-        body = {"model": self._model, "messages": sent, "seed": seed % (1 << 31)}
-        call = self._http.call("POST", "/chat/completions", body)
-        completion = await asyncio.wait_for(call, CALL_S)
-        match completion:
-            case {"choices": [{"message": {"content": str(text)}}, *_]}:
-                return text.rpartition("</think>")[2]
-        raise OSError(f"{self._http.url} returned no chat completion: {str(completion)[:200]}")
 
 
 def read_draft(reply: str) -> tuple[str, str]:

@@ -20,7 +20,6 @@ from unstale.cli.verbs import (
 from unstale.config import ConfigError
 from unstale.config.checks import bounded
 from unstale.durability.console import Console
-from unstale.research.commands.synthesize import KEY
 
 
 def _attempt(chosen: argparse.Namespace) -> int:
@@ -29,7 +28,7 @@ def _attempt(chosen: argparse.Namespace) -> int:
     config = configure_trained(chosen)
     with quick_imports():
         from unstale.research.attempt import AttemptOptions, attempt
-        from unstale.research.synthesize import ServedWriter
+        from unstale.research.served_writer import KEY, ServedWriter
 
     if bool(chosen.judge) != bool(chosen.judge_model) or (chosen.judge and not chosen.votes):
         raise ConfigError("--judge and --judge-model name a judge together, and need --votes")

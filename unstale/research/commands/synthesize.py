@@ -23,8 +23,6 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.checks import bounded
 from unstale.durability.console import Console
 
-KEY = "UNSTALE_WRITER_KEY"
-"""The environment variable with the API key of the endpoint whose model writes tasks."""
 SHARE = bounded(float, 0, 1)
 
 
@@ -68,12 +66,11 @@ def _make(chosen: argparse.Namespace, config: RunConfig) -> list[dict[str, objec
     from unstale.cli.process import limit_threads
     from unstale.cli.trained import policy_folder
     from unstale.observe.live import LiveDisplay
+    from unstale.research.served_writer import KEY, ServedWriter, Writer
     from unstale.research.synthesize import (
         Plan,
-        ServedWriter,
         Synthesis,
         SynthesisOptions,
-        Writer,
         load_plan,
         rates_of,
     )

@@ -10,13 +10,12 @@ from unstale.cli.recipe_options import print_json
 from unstale.cli.verbs import JSON, argument, command
 from unstale.config import ConfigError
 from unstale.durability.console import Console
-from unstale.research.commands.synthesize import KEY
 
 
 def _tool_traces(chosen: argparse.Namespace) -> int:
     from unstale.durability.run_folder import write_whole
     from unstale.envs.rows import load_rows
-    from unstale.research.synthesize import ServedWriter
+    from unstale.research.served_writer import KEY, ServedWriter
     from unstale.research.tool_traces import TOOLS, traces
 
     if bool(chosen.url) != bool(chosen.url_model) or (chosen.url and chosen.tool != "python"):
