@@ -124,8 +124,8 @@ versions) and optimizer step.
 MAX_TOKENS = 200_000
 """Approximate largest number of tokens kept of a sample from the journal."""
 MIN_LAG_0 = 100
-"""Smallest number of tokens without staleness (lag 0) from which the standard deviation of log D is
-estimated.
+"""Smallest number of tokens without staleness (lag 0) from which the standard deviation of log D =
+old_logp - behavior_logp is estimated.
 """
 MIN_OF_BLOCK = 100
 """Smallest number of tokens in a block. The tokens in `audit.json` do not name their step, so
@@ -216,11 +216,17 @@ class TokenSample:
     """
 
     tokens: Factors
-    """Tokens that no audit scored. Their D and S are computed from the run's own `old_logp`."""
+    """Tokens that no audit scored. Their D = pi_old / mu and S = pi / pi_old are computed from the
+    run's own `old_logp`.
+    """
     audited: Factors
-    """Tokens that the audit scored. Their D and S are computed from its exact `old_logp`."""
+    """Tokens that the audit scored. Their D = pi_old / mu and S = pi / pi_old are computed from its
+    exact `old_logp`.
+    """
     audited_by_route: Factors
-    """The tokens of `audited`, with D and S computed from the run's own `old_logp`."""
+    """The tokens of `audited`, with D = pi_old / mu and S = pi / pi_old computed from the run's own
+    `old_logp`.
+    """
     versions_per_episode: float | None = None
     """Mean number of weight versions that sampled an episode. None without a journal."""
 
@@ -316,9 +322,9 @@ def of_sample(
 ) -> dict[str, float]:
     """Return the figures of a sample of tokens, named as in `FIGURES`.
 
-    `true` has their exact D and S. `present` has the D and S that the run used, or is None. With
-    the source `lag 0`, `true` has only tokens without staleness, and only log D of them; `present`
-    has pi / mu of all tokens.
+    `true` has their exact log D = old_logp - behavior_logp and log S = logp - old_logp. `present`
+    has those that the run used, or is None. With the source `lag 0`, `true` has only tokens without
+    staleness, and only log D of them; `present` has pi / mu of all tokens.
     """
     if not len(true):
         return {}

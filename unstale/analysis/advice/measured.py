@@ -61,8 +61,9 @@ def of_learning(rows: Sequence[Row]) -> dict[str, float]:
 def of_moments(rows: Sequence[Row]) -> dict[str, float]:
     """Return the standard deviations of log D, log S and their sum, estimated from KL metrics.
 
-    The metrics must come from a run with exact `old_logp`. The KL estimator k3 is about E[r^2] / 2
-    for small log ratios r. The result is empty if a metric is missing.
+    Log D is old_logp - behavior_logp, and log S is logp - old_logp. The metrics must come from a
+    run with exact `old_logp`. The KL estimator k3 is about E[r^2] / 2 for small log ratios r. The
+    result is empty if a metric is missing.
     """
     names = ("correction/kl_k3", "objective/kl_k3", "policy/kl_behavior_k3")
     means = [_mean(rows, name) for name in names]

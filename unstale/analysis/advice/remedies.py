@@ -31,8 +31,8 @@ times as many steps make a confidence interval a third as wide.
 
 
 def band_options(low: float, high: float) -> Fix:
-    """Return the options that limit the correction's D to [`low`, `high`], rounded by
-    `outwards`.
+    """Return the options that limit D (pi_old / mu) to [`low`, `high`] in the correction, rounded
+    by `outwards`.
     """
     low, high = outwards(low, high)
     return {"correction.low": low, "correction.high": high}

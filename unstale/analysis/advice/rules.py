@@ -32,13 +32,17 @@ SAME_OF_STOPPED = 0.05
 clip on the ratio of sequences may stop half of the tokens.
 """
 PART = 0.05
-"""Smallest var log D / (var log D + var log S) at which a way to reduce D is suggested."""
+"""Smallest var log D / (var log D + var log S) at which a way to reduce D is suggested. D = pi_old
+/ mu is the discrepancy of trainer and engine, and S = pi / pi_old the staleness ratio.
+"""
 LARGE_ERROR = 0.1
-"""Smallest size of log D, or of an error of `old_logp`, that leads to a conclusion. The unit is the
-distance in nats of the nearest threshold from a ratio of 1.
+"""Smallest size of log D (old_logp - behavior_logp), or of an error of `old_logp`, that leads to a
+conclusion. The unit is the distance in nats of the nearest threshold from a ratio of 1.
 """
 CORRELATED = 0.2
-"""Smallest absolute correlation of log D and log S that a conclusion names."""
+"""Smallest |correlation| of log D (old_logp - behavior_logp) and log S (logp - old_logp) that the
+advice mentions.
+"""
 BUSY = 0.03
 """Smallest share of a step's time spent on `old_logp` at which a cheaper route is suggested."""
 SEE_COMPARISONS = "Success was compared in other runs: see the table of comparisons"
@@ -48,7 +52,9 @@ better.
 
 
 def conclude(evidence: Evidence) -> list[Conclusion]:
-    """Return the conclusions that a run's figures support, in the order of `RULES`."""
+    """Return the conclusions that a run's figures support. Rules are applied in the order of
+    `RULES`.
+    """
     found = [rule(evidence) for rule in RULES]
     return [conclusion for conclusion in found if conclusion]
 

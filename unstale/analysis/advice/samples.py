@@ -71,13 +71,18 @@ class Factors:
 class Spread:
     """Standard deviations over tokens of log D, log S and log(pi / mu), and figures that compare
     them.
+
+    D = pi_old / mu is the discrepancy of trainer and engine, and S = pi / pi_old the staleness
+    ratio.
     """
 
     log_d: float
     log_s: float
     log_ratio: float
     correlation: float | None
-    """Correlation of log D and log S over tokens. None if one of them is constant."""
+    """Correlation of log D = old_logp - behavior_logp and log S = logp - old_logp over tokens. None
+    if one of them is constant.
+    """
     d_share: float | None
     """var log D / (var log D + var log S). None if both are constant."""
     d_share_se: float | None
@@ -153,7 +158,8 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A range of the log ratio of a unit: a token, turn or sequence.
+    """A range of the log ratio of a unit: a token, turn or sequence. The ratio is D (pi_old / mu)
+    or S (pi / pi_old).
 
     `low` and `high` are in nats. `tokens` is the length of a unit, and `how` the way in which the
     log ratios of its tokens are aggregated.
@@ -207,15 +213,18 @@ def is_of_tokens(limit: Limit | None) -> TypeGuard[Limit]:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The ranges of log D and log S outside which a token gets no gradient."""
+    """The ranges of log D and log S outside which a token gets no gradient.
+
+    Log D is old_logp - behavior_logp, and log S is logp - old_logp.
+    """
 
     band: Limit | None
-    """The range of log D outside which the correction drops a token. None if the correction drops
-    none.
+    """The range of log D = old_logp - behavior_logp outside which the correction drops a token.
+    None if the correction drops none.
     """
     clip: Limit | None
-    """The range of log S outside which the objective stops a token. The sign of its advantage, on
-    which a clip of PPO depends, is ignored. None if the objective stops no token.
+    """The range of log S = logp - old_logp outside which the objective stops a token. The sign of
+    its advantage, on which a clip of PPO depends, is ignored. None if the objective stops no token.
     """
 
     @classmethod
@@ -238,7 +247,9 @@ class Thresholds:
 
     @property
     def nearest(self) -> Limit | None:
-        """The range, of log D or of log S, that has the end nearest to 0. None without a range."""
+        """That one of `band` and `clip` whose end is nearest to 0 (a ratio of 1). None without
+        either.
+        """
         limits = (each for each in self.limits if each.narrowest > 0)
         return min(limits, key=lambda limit: limit.narrowest, default=None)
 

@@ -13,17 +13,21 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
 
 RANDOM = 0.01
-"""If the band (limits of D) drops at least this share of the tokens, the advice says so."""
+"""If the correction's limits of D (pi_old / mu) drop at least this share of tokens, the advice says
+so.
+"""
 MANY = 0.2
-"""If at least this share of the tokens has S outside the clip, the data is too stale for the
-clip.
+"""If at least this share of the tokens has S (pi / pi_old) outside the clip, the data is too
+stale.
 """
 NEVER_ACTS = 5.0
-"""A clip counts as never acting if its nearer end, as log S, is at least this multiple of the
-99.9th percentile of |log S|.
+"""A clip of S (pi / pi_old) never acts if its nearer end, as log S, is at least this multiple of
+the 99.9th percentile of |log S|.
 """
 NOISE = 3.0
-"""A limit of |log D| below this multiple of the numerical noise drops tokens by chance."""
+"""A limit of |log D| (D = pi_old / mu) below this multiple of the numerical noise drops tokens by
+chance.
+"""
 FEW = 4000
 """Smallest sample for advice that a clip never acts: with it, the 95% interval of a share of 0 ends
 below `rules.SAME`.
@@ -31,7 +35,9 @@ below `rules.SAME`.
 
 
 def band_is_random(evidence: Evidence) -> Conclusion | None:
-    """Report that the band (limits of D) drops many tokens because of numerical differences."""
+    """Report that the correction's limits of D (pi_old / mu) drop tokens for numerical differences
+    only.
+    """
     rule, dropped = evidence.config.correction, evidence.get("band_share")
     if dropped is None and evidence.config.old_logps.exact and rule.unit != "token":
         kept = evidence.get("kept_share")
@@ -90,7 +96,9 @@ def clip_never_acts(evidence: Evidence) -> Conclusion | None:
 
 
 def fitting_thresholds(evidence: Evidence) -> Conclusion | None:
-    """Report ranges of D and S outside which only 0.1% or 1% of the exact values are."""
+    """Report ranges of D (pi_old / mu) and S (pi / pi_old) outside which only 0.1% or 1% of the
+    exact values are.
+    """
     band, clip = evidence.limits.band, evidence.limits.clip
     names = (
         "log_d_abs_p999" if band is None or band.tokens == 1 else "log_d_unit_abs_p99",
@@ -114,7 +122,7 @@ def fitting_thresholds(evidence: Evidence) -> Conclusion | None:
 
 
 def _units(limit: Limit | None) -> str:
-    """Return the plural of a limit's unit."""
+    """Return the unit of `limit` in the plural, such as `tokens`."""
     return "tokens" if limit is None or limit.tokens == 1 else f"{limit.unit}s"
 
 

@@ -57,8 +57,8 @@ can be longer, because it keeps the activations of only one layer at a time.
 """
 
 MIN_EPISODES = 8
-"""Number of episodes of mean length whose keys and values must fit into an engine's memory. The
-planner does not use engines of so few devices that they do not.
+"""Number of episodes of mean length whose keys and values must fit into an engine's memory. Engines
+of too few devices for this are not planned.
 """
 ENGINE_SIZES = (1, 2, 4, 8)
 """Numbers of devices per engine (tensor parallelism) that the planner tries."""

@@ -25,7 +25,7 @@ that the server samples.
 _REFERENCE_FLOPS = 200e9
 """Operations per second of the core that computes the log-probabilities of a probe. Assumed."""
 _REFERENCE_BANDWIDTH = 11e9
-"""Bytes of weights per second that this core reads. Assumed."""
+"""Bytes of weights per second that the core which checks a probe reads. Assumed."""
 
 
 def decode_s(words: float, rate: float, *, cores: float) -> float:
