@@ -3,10 +3,12 @@
 import asyncio
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waits import wait_until
 from unstale.config import ConfigError, make_task
 from unstale.durability.virtual_clock import run as run_loop
 from unstale.envs import EnvError, Message, ToolCall, Turn
@@ -277,6 +280,34 @@ def test_closed_sandbox_leaves_no_process() -> None:
         return processes()
 
     assert not asyncio.run(episode())
+
+
+def test_sandboxes_close_beside_many_files_and_when_they_are_cancelled() -> None:
+    """`select` fails with descriptors from 1024 on, which 256 sandboxes reach."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this machine does not allow 2,048 open files")
+
+    async def episode() -> None:
+        env = TerminalEnv(task(), NamespaceRuntime())
+        await env.begin()
+        closing = asyncio.create_task(env.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+
+    def num_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        with ExitStack() as files:
+            for _ in range(1024):
+                files.enter_context(open(os.devnull))
+            before = num_files()
+            asyncio.run(episode())
+            wait_until(lambda: num_files() <= before, f"{before} files, not {num_files()}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_killed_run_leaves_no_process() -> None:

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import resource
-import select
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -348,7 +348,7 @@ def _wait_for_end(pid: int, timeout_s: float = _KILL_S) -> os.waitid_result | No
     """
     descriptor = os.pidfd_open(pid)
     try:
-        if not select.select([descriptor], [], [], timeout_s)[0]:
+        if not wait([descriptor], timeout_s):
             return None
         return os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
     finally:

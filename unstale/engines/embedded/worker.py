@@ -234,12 +234,14 @@ class _EngineWorker:
         """
         runner = self._batcher.runner
         model = {"runner": runner.name, "vocab_size": runner.vocab_size, "warning": runner.warning}
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send({"op": "done", "id": READY, "error": "", **model})
             while True:
                 must_step = self._working and not self._lockstep
                 start = perf_counter()
-                readable, _, _ = select.select([self._connection], [], [], 0 if must_step else None)
+                readable = poll.poll(0 if must_step else None)
                 if not must_step:
                     self._idle_s += perf_counter() - start
                 if readable:

@@ -7,7 +7,6 @@ sandbox. `holder.py` is the process that makes the namespaces.
 import asyncio
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -152,17 +152,20 @@ class NamespaceSandbox:
         """End the holder. With it, the kernel ends all other processes and frees the files."""
         with suppress(OSError):
             self._ours.shutdown(socket.SHUT_RDWR)
-        await self._in(_STARTERS, self._stop)
+        # Its thread goes on if a time limit ends this call: else process and files would stay.
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(_STARTERS, self._stop))
 
     def _stop(self) -> None:
         end = os.pidfd_open(self._process.pid)
-        select.select([end], [], [], _CLOSE_S)  # until all processes of the sandbox have ended
-        os.close(end)
-        self._process.kill()
-        self._process.wait()
-        for each in (self._stream, self._ours, self._errors):
-            with suppress(OSError):
-                each.close()
+        try:
+            wait([end], _CLOSE_S)  # until all processes of the sandbox have ended
+        finally:
+            os.close(end)
+            self._process.kill()
+            self._process.wait()
+            for each in (self._stream, self._ours, self._errors):
+                with suppress(OSError):
+                    each.close()
 
     async def _run(self, step: Run, seconds: float, output_kb: int) -> CommandResult:
         answer = await self._ask("run", **vars(step), seconds=seconds, output_kb=output_kb)

@@ -54,13 +54,14 @@ class _ScoringWorker:
 
         Return when the other end closes the connection.
         """
+        poll = select.poll()
         while True:
-            writing = [self._connection] if self._replies else []
-            timeout = 0 if self._order else None
-            readable, writable, _ = select.select([self._connection], writing, [], timeout)
-            if readable and not self._receive():
+            writing = select.POLLOUT if self._replies else 0
+            poll.register(self._connection, select.POLLIN | writing)
+            ready = dict(poll.poll(0 if self._order else None)).get(self._connection.fileno(), 0)
+            if ready & ~select.POLLOUT and not self._receive():
                 return
-            if writable:
+            if ready & select.POLLOUT:
                 del self._replies[: self._connection.send(self._replies)]
             if pieces := self._order.take_pieces():
                 self._score(pieces)
