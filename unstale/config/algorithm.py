@@ -37,8 +37,8 @@ class AdvantageConfig(Section):
     groups, because it compares each token with the forecast of a critic (docs/critic.md).
     """
     discount: Share = 1.0
-    """Only for `turn_level` and `gae`: factor on a later reward for each turn until it. With `gae`,
-    for each action (`advantage.over`).
+    """Only for `turn_level` and `gae`: factor by which a later reward is multiplied for each turn
+    until then. With `gae`, for each action (`advantage.over`).
     """
     group_baseline: bool = True
     """Only for `reinforce_batch`: first subtract the mean reward of each group."""
@@ -74,10 +74,10 @@ class CriticConfig(Section):
     """Only for `model = own`: learning rate of the copy's layers."""
     coef: NonNegative = 0.1
     """Only for `model = trunk`: coefficient of the critic's loss in the gradient of the policy's
-    layers. With 0, only the critic's head is trained.
+    layers. With 0, this loss trains only the critic's head.
     """
     lam: Share = 1.0
-    """Lambda of the targets of forecasts, as in `advantage.lam`. With 1, a target is the sum of the
+    """Lambda of the targets to which forecasts are fitted. With 1, a target is the sum of the
     episode's later rewards.
     """
     clip: NonNegative = 0.2
