@@ -172,7 +172,6 @@ def repair(random: Random, right: float) -> Solved:
         for name, kind in zip(names, written, strict=True)
         for line in (f"def {name}(a, b):", _body(OPERATORS[kind][0]))
     ]
-    place = broken if random.random() < right + 0.3 else random.randrange(3)
     kind = kinds[broken] if random.random() < right else random.choice([*OPERATORS])
     want = [[OPERATORS[each][1](*pair) for pair in VALUES] for each in kinds]
     rows = "\n".join(map(json.dumps, ([names, VALUES], want)))
@@ -186,10 +185,10 @@ def repair(random: Random, right: float) -> Solved:
             "want.json": File(rows.encode()),
         },
     )
-    number = 2 * place + 2
+    number, name = 2 * broken + 2, names[broken]
+    shown = f"{number - 1}:{lines[number - 2]}\n{number}-{lines[number - 1]}"
     command = f"sed -i '{number}c\\{_body(OPERATORS[kind][0])}' shop.py"
-    shown = "\n".join(f"{place + 1} {line}" for place, line in enumerate(lines))
-    return Solved(task, (("nl -w1 -s' ' shop.py", shown), (command, "(no output)")))
+    return Solved(task, ((f"grep -nA1 {name} shop.py", shown), (command, "(no output)")))
 
 
 def _body(operator: str) -> str:
@@ -229,4 +228,4 @@ def train_jobs() -> RunConfig:
 
 def train_repairs() -> RunConfig:
     """Small repositories with a bug, likewise."""
-    return _run("repairs", 220, TrainerConfig(lr=5e-4, warmup_steps=3), 8)
+    return _run("repairs", 450, TrainerConfig(lr=5e-4, warmup_steps=3), 16)

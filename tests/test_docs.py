@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,9 @@ import torch
 from tests.rewards.test_judge import Model, model
 from tests.support.forked import run_forked
 from unstale import __version__
+from unstale.cli import main, recipe_options
 from unstale.config import ConfigError, install
+from unstale.lint import check
 
 __all__ = ["model"]  # a fixture
 
@@ -130,6 +133,21 @@ def test_the_examples_for_other_trainers_run() -> None:
     old, fresh = -math.exp(0.1) / 4, math.exp(0.1) / 4
     expected = [round(value, 4) for value in (old, old, -fresh, fresh)]
     assert done[1] == f"loss {old * 2:.4f}, gradient {expected}\n"
+
+
+def asked_for() -> list[str]:
+    """Return the options in the table of what users of other trainers ask for."""
+    page = (ROOT / "docs/other-trainers.md").read_text()
+    table = page.partition("## What users of other trainers ask for")[2].partition("\n## ")[0]
+    shown = [line.split(" | ")[-1] for line in table.splitlines() if line.startswith("| ")]
+    given = [options for each in shown for options in re.findall("`(--[^`]+)`", each)]
+    return [each for each in given if not each.startswith(("--model", "--task.env"))]
+
+
+@pytest.mark.parametrize("given", asked_for())
+def test_options_that_users_of_other_trainers_ask_for_are_accepted(given: str) -> None:
+    chosen = main.parse(["lint", "retail", *shlex.split(given)])
+    assert not check(recipe_options.configure(chosen)).refusals
 
 
 def test_the_padded_example_ignores_what_is_off_the_mask() -> None:

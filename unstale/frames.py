@@ -1,4 +1,4 @@
-"""Find lines of user code, which is neither in this package nor in an installed library."""
+"""Find lines of user code: code that is neither in this package nor in an installed library."""
 
 import linecache
 import os
@@ -24,7 +24,7 @@ _DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def is_hidden(file: str, function: str) -> bool:
-    """Return True for code of this package, and for generated code (a dataclass's `__init__`)."""
+    """Return True for code that users are not shown: this package's, and generated code."""
     return _is_generated(file, function) or file.startswith((PACKAGE, "<frozen "))
 
 
@@ -53,16 +53,19 @@ def _is_user(file: str, function: str) -> bool:
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of user code among a frame and its callers, or None."""
+    """Return the innermost frame of user code: `frame` itself, or one of its callers.
+
+    Return None if there is none.
+    """
     while frame and not _is_user(frame.f_code.co_filename, frame.f_code.co_name):
         frame = frame.f_back
     return frame
 
 
 def show_frame(frame: FrameType | None) -> str:
-    """Return the innermost line of user code from `frame` outwards, as `show_line` returns it.
+    """Return the line of user code that is innermost among `frame` and its callers.
 
-    Return "" if there is none.
+    It has the form of `show_line`. Return "" if there is none.
     """
     place = user_frame(frame)
     return (
@@ -81,7 +84,7 @@ def show_line(file: str, line: int, function: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the first `_MAX_TEXT` characters of a text in one line.
+    """Return the first 1200 characters of a text in one line.
 
     Runs of whitespace become one space. Unprintable characters become escapes.
     """
@@ -90,7 +93,7 @@ def one_line(text: str) -> str:
 
 
 def lines_of_dump(dump: str) -> list[str]:
-    """Return the innermost line of user code of each thread in a dump that `faulthandler` wrote.
+    """Return each thread's innermost line of user code, from a dump that `faulthandler` wrote.
 
     Threads without user code, and repeated lines, are left out.
     """
@@ -104,9 +107,9 @@ def lines_of_dump(dump: str) -> list[str]:
 
 
 def last_words(output: IO[bytes]) -> str:
-    """Return the line of code at which a process crashed, or its last line of output.
+    """Return why a process ended, from its output: its line of code at a crash, or its last line.
 
-    The result is the end of a sentence. It is empty if the process has written nothing.
+    The result is the end of a sentence, such as ": killed". It is "" if there is no output.
     """
     size = output.seek(0, os.SEEK_END)
     output.seek(max(0, size - _LAST_WORDS))

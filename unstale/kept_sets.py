@@ -1,4 +1,4 @@
-"""Kept sets: the tokens among which an engine drew a token, with top-p, top-k or min-p.
+"""Kept sets: the tokens among which an engine drew a token, with top-p, top-k or min-p sampling.
 
 A truncated distribution is renormalised over its kept set. Only the engine knows the set: other
 weights, or other rounding, would keep other tokens. So it is recorded with each token, and every
@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # environments and the command line import records without to
 
 
 class Truncation(NamedTuple):
-    """The part of a distribution from which tokens are drawn. Each limit applies after the last.
+    """The limits that choose the kept set, from which sampling draws. They apply in this order.
 
-    `min_p` keeps the tokens with at least this share of the highest probability, `top_k` the k most
-    probable of these (0: all), and `top_p` the fewest of those, in the order of their probability,
-    whose probabilities have at least this share of the sum.
+    `min_p` keeps the tokens with at least this share of the highest probability. `top_k` keeps the
+    k most probable of these (0: all). `top_p` keeps the fewest of those, the most probable first,
+    whose probabilities add up to at least this share.
 
     >>> bool(Truncation()), bool(Truncation(top_p=0.95))
     (False, True)
@@ -40,15 +40,15 @@ class Truncation(NamedTuple):
 
 
 WHOLE = Truncation()
-"""The `Truncation` of sampling from the whole vocabulary."""
+"""The `Truncation` that keeps the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptSets:
-    """The kept sets of n tokens.
+    """The kept sets of n tokens: for each token, the ids of the tokens among which it was drawn.
 
-    Token i was drawn from the `sizes[i]` ids of its set, which ascend. The sets are one after the
-    other in `ids`. The size 0 stands for the whole vocabulary.
+    The set of token i has `sizes[i]` ids in ascending order. `ids` has the sets one after the
+    other. The size 0 stands for the whole vocabulary.
     """
 
     sizes: "Sizes"
@@ -67,7 +67,10 @@ class KeptSets:
         return not self.sizes.all()
 
     def at(self, index: Any) -> "KeptSets":
-        """Return the sets of the tokens at some positions, an array or tensor `[m]`, or a slice."""
+        """Return the sets of some of the n tokens.
+
+        `index` is an array or tensor `[m]`, or a slice.
+        """
         import numpy as np
 
         places = np.arange(len(self))[index] if isinstance(index, slice) else np.asarray(index)
@@ -76,8 +79,19 @@ class KeptSets:
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         return KeptSets(sizes, self.ids[np.repeat(starts, sizes) + within])
 
+    def contain(self, tokens: Sequence[int]) -> bool:
+        """Return True if each token is in its set, exactly once."""
+        import numpy as np
+
+        found = self.ids == np.repeat(np.array(tokens, np.int32), self.sizes)
+        owner = np.repeat(np.arange(len(self)), self.sizes)
+        return bool((np.bincount(owner[found], minlength=len(self)) == 1).all())
+
     def split(self, counts: Sequence[int]) -> "list[KeptSets]":
-        """Return the sets of successive runs of tokens, of which `counts` has the lengths."""
+        """Divide the sets into those of successive runs of tokens.
+
+        `counts` has the lengths of the runs.
+        """
         ends = [*accumulate(counts)]
         return [self.at(slice(end - n, end)) for n, end in zip(counts, ends, strict=True)]
 
@@ -88,28 +102,37 @@ class KeptSets:
         return torch.from_numpy(self.sizes), torch.from_numpy(self.ids)
 
     @classmethod
+    def of_lists(cls, sets: "Sequence[Sequence[int]]") -> "KeptSets":
+        """Return sets whose ids are in any order."""
+        import numpy as np
+
+        ids = [np.sort(np.array(each, np.int32)) for each in sets]
+        sizes = np.array([len(each) for each in sets], np.int64)
+        return cls(sizes, np.concatenate([np.empty(0, np.int32), *ids]))
+
+    @classmethod
     def of_tensors(cls, sizes: "Tensor", ids: "Tensor") -> "KeptSets":
         return cls(sizes.numpy(), ids.numpy())
 
     def tobytes(self) -> bytes:
-        """Return the sets as bytes, not compressed."""
+        """Return the sets as bytes, not compressed. `frombuffer` reads them."""
         return self.sizes.tobytes() + self.ids.tobytes()
 
     @classmethod
     def frombuffer(cls, data: "bytes | bytearray", count: int) -> "KeptSets":
-        """Return the sets of `count` tokens from the bytes of `tobytes`."""
+        """Return the sets of `count` tokens, given the bytes from `tobytes`."""
         import numpy as np
 
         sizes = np.frombuffer(data, np.int64, count)
         return cls(sizes, np.frombuffer(data, np.int32, int(sizes.sum()), sizes.nbytes))
 
     def pack(self, tokens: "Sequence[int] | NDArray[Any]") -> bytes:
-        """Return the sets as bytes, without the drawn tokens, which all sets contain.
+        """Return the sets as compressed bytes.
 
-        Sets of one text resemble each other. So a set of `_LEAST` or more ids may refer to an
-        earlier one: a bit for each id of that set says whether this set has it too, and only
-        further ids follow. Ids are written as differences. Raises ValueError if a set lacks its
-        token of `tokens`.
+        `tokens` are the drawn tokens, which are left out of the sets. Sets of one text resemble
+        each other. So a set of `_LEAST` or more ids may refer to an earlier one: a bit for each id
+        of that set says whether this set has it too, and only further ids follow. Ids are written
+        as differences. Raises ValueError if a set lacks its drawn token.
         """
         import lzma
 
@@ -140,7 +163,10 @@ class KeptSets:
 
     @classmethod
     def unpack(cls, data: bytes, tokens: "Sequence[int] | NDArray[Any]") -> "KeptSets":
-        """Return the sets that `pack` packed. Raises ValueError for other bytes."""
+        """Return the sets, given the bytes from `pack` and the same tokens.
+
+        Raises ValueError for other bytes.
+        """
         import lzma
 
         try:
@@ -156,7 +182,10 @@ class KeptSets:
     def _read(
         cls, marks: bytes, numbers: "NDArray[np.int64]", tokens: "Sequence[int] | NDArray[Any]"
     ) -> "KeptSets":
-        """Return the sets from the parts of `pack`. Raises ValueError or IndexError for others."""
+        """Return the sets from the parts that `pack` wrote.
+
+        Raises ValueError or IndexError for others.
+        """
         import numpy as np
 
         bits = np.unpackbits(np.frombuffer(marks, np.uint8)).astype(np.bool_)
@@ -185,17 +214,16 @@ class KeptSets:
         return cls(sizes, np.concatenate([np.empty(0, np.int32), *found]))
 
     def _each(self) -> "list[Ids]":
-        """Return the ids of each token's set."""
         import numpy as np
 
         return np.split(self.ids, np.cumsum(self.sizes)[:-1]) if len(self) else []
 
 
 def join(parts: Sequence[tuple[int, KeptSets | None]]) -> KeptSets | None:
-    """Return the sets of several runs of tokens, one run after the other.
+    """Return the kept sets of several runs of tokens, one run after the other.
 
-    A run is its number of tokens, and their sets or None: the whole vocabulary. Return None if no
-    run has sets.
+    A run is given by its number of tokens and their sets. The sets are None if the run was drawn
+    from the whole vocabulary. Return None if no run has sets.
     """
     import numpy as np
 
@@ -207,24 +235,25 @@ def join(parts: Sequence[tuple[int, KeptSets | None]]) -> KeptSets | None:
 
 
 _LZMA = b"\x07"
-"""First byte of packed sets."""
+"""The first byte of packed sets, which stands for the format."""
 _FILTERS = ({"id": 0x4000000000000001, "preset": 6, "lc": 1, "lp": 0, "pb": 0, "dict_size": 2**16},)
 """LZMA1 without a header, with the options that made sets of SmolLM2 shortest."""
 _LEAST = 8
-"""Number of ids from which a set may refer to another set. A reference costs as much as a few ids.
+"""Least number of ids with which a set may refer to another set. A reference costs as much as a few
+ids.
 """
 _WINDOW = 64
-"""Number of earlier sets among which the reference is chosen. With all sets of a reply instead,
-those of SmolLM2 become less than 1% shorter.
+"""Number of earlier sets to which a set may refer. If it could refer to all sets of a reply, those
+of SmolLM2 would become less than 1% shorter.
 """
 _LEB_BYTES = 5
 
 
 def _best_reference(ids: "NDArray[np.int64]", past: "Sequence[Ids]") -> int:
-    """Return the distance to the earlier set that saves most bits, from 1. 0 if none saves any.
+    """Return how far back the set is that saves most bits as a reference, or 0 if none saves any.
 
-    An id in common saves about the logarithm of the mean difference of ids, and each id of the
-    earlier set costs a bit.
+    The last set has the distance 1. An id in common saves about the logarithm of the mean
+    difference of ids, and each id of the earlier set costs a bit.
     """
     import numpy as np
 
@@ -239,7 +268,7 @@ def _best_reference(ids: "NDArray[np.int64]", past: "Sequence[Ids]") -> int:
 
 
 _REFERENCE_BITS = 24
-"""Bits that the distance and the number of further ids take."""
+"""Bits that a reference costs: its distance, and the number of further ids."""
 
 
 def _leb128(numbers: "NDArray[np.int64]") -> bytes:

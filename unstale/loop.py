@@ -8,8 +8,8 @@ Three activities overlap:
     take_steps()   train on finished groups, the oldest first
     Publication    load new weights into all engines, free tickets, write checkpoint and metrics
 
-No optimizer step runs before the current version is published. An error in any component ends the
-run, but a failed episode does not.
+A ticket is the permission to start a group. No optimizer step runs before the current version is
+published. An error in any component ends the run, but a failed episode does not.
 """
 
 import asyncio
@@ -55,43 +55,46 @@ from unstale.trainer.threads import FreedMemory, WorkerThread
 from unstale.weights.publish import Publisher
 
 LARGE_BATCH_TOKENS = 1 << 16
-"""Number of tokens from which on a batch is built in the trainer's thread, not on the event loop.
-Building this many takes about 10 ms.
+"""Least number of tokens of a batch that is built in the trainer's thread instead of the event
+loop. Building this many takes about 10 ms.
 """
 
 
 class TechniqueHooks(Protocol):
-    """The methods through which the training loop calls techniques and the advantage estimator.
+    """The interface through which the training loop calls techniques and the advantage estimator.
 
-    `unstale.rollout.hooks.RunHooks` implements them.
+    `unstale.rollout.hooks.RunHooks` implements it.
     """
 
     @property
     def max_replay_age(self) -> int:
-        """Largest age in versions of a replayed token. 0 if the run replays no groups."""
+        """Largest age of a replayed token, in versions. 0 if the run trains on each group once."""
         ...
 
     @property
     def reads_states(self) -> bool:
-        """True if a technique uses hidden states of the policy."""
+        """True if a technique reads hidden states of the policy."""
         ...
 
     async def more(
         self, request: GroupRequest, results: Sequence[Trajectory | Failure]
     ) -> Sequence[Fork | None]:
-        """Return an element for each episode to add to a group whose episodes have all ended.
+        """Return which episodes to add to a group whose episodes have all ended.
 
-        It is the place at which the episode is forked from an earlier one, or None for an episode
-        with its own beginning. A new size of the group is recorded in the journal.
+        There is one element for each added episode: where it is forked from an earlier one, or None
+        if it has its own beginning. A new size of the group is recorded in the journal.
         """
         ...
 
     def rounds(self, request: GroupRequest) -> Rounds | None:
-        """Return the decisions about a group's episodes while they run. None without them."""
+        """Return an object that decides about a group's episodes while they run.
+
+        None if nothing does.
+        """
         ...
 
     def read_states(self, groups: Sequence[Group]) -> None:
-        """Compute the hidden states of a batch's episodes. Called before `credit`.
+        """Compute hidden states of a batch's episodes, which techniques use in `credit`.
 
         Called in the trainer's thread.
         """
@@ -102,21 +105,21 @@ class TechniqueHooks(Protocol):
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories to train on with their advantages, and metrics.
 
-        `progress` is the share of the run's steps that are done. `version` is the version of the
-        weights before the step. `whole` is False if `groups` are only a part of the batch.
+        `progress` is the share of the run's steps that are done, 0 to 1. `version` is the version
+        of the weights before the step. `whole` is False if `groups` are only a part of the batch.
         """
         ...
 
     def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
-        """Return batches of stored groups, which the step trains on in addition to `groups`."""
+        """Return batches of earlier, stored groups that the step trains on besides `groups`."""
         ...
 
     def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        """Return the batch with what teachers read, for a run that distils."""
+        """Add to the batch what the teachers of distillation read, and return it."""
         ...
 
     def trained(self, groups: Sequence[Group], step: int) -> None:
-        """Update the state of techniques with the groups that a step has trained on."""
+        """Update the state of techniques after a step has trained on `groups`."""
         ...
 
 
@@ -126,11 +129,13 @@ class RunComponents:
 
     config: RunConfig
     progress: Progress
-    """The step from which the run starts: 0, or the step of the loaded checkpoint."""
+    """The progress from which the run starts: step 0, or the step of the loaded checkpoint."""
     resumed_requests: Sequence[GroupRequest]
-    """Groups that were started before a resume and not trained on, in the order of their start."""
+    """Requests of groups that were started before a resume but not trained on, in the order of
+    their start.
+    """
     requests: AsyncIterator[GroupRequest]
-    """Requests for the next groups of episodes, one for each training task."""
+    """Requests for new groups of episodes, one for each training task."""
     engine: GenerationControl
     rollout: GroupRollout
     evaluation: Evaluation | None
@@ -148,19 +153,19 @@ class RunComponents:
     log: RunRecorder
     trainer_thread: WorkerThread
     io_thread: WorkerThread
-    """The thread that writes versions and checkpoints. Environments may occupy all threads of
-    asyncio.
+    """The thread that writes versions and checkpoints. asyncio's own threads may all be occupied by
+    environments.
     """
     freed_memory: FreedMemory = field(default_factory=FreedMemory)
 
     def close(self) -> None:
-        """Stop the trainer's thread and the checkpoint thread after their current work."""
+        """Stop the trainer's thread and the I/O thread after their current work."""
         self.trainer_thread.close()
         self.io_thread.close()
 
 
 async def train(run: RunComponents, on_start: Callable[[], None] = lambda: None) -> bool:
-    """Train to the last step. In deterministic mode, train to the next checkpoint.
+    """Train to the last step. In deterministic mode, train only to the next checkpoint.
 
     Return True if the run is complete. Otherwise the caller must load the new checkpoint and call
     this function again. `on_start` is called when the engine has started, before training.
@@ -206,7 +211,7 @@ async def produce(run: RunComponents) -> None:
 
 
 async def roll(run: RunComponents, request: GroupRequest) -> Group:
-    """Run and return the group of one request. Record its start and its end in the journal."""
+    """Run the episodes of one group and return it. The journal records its start and its end."""
     if not request.begun:
         run.journal.add_request(request)
     size = request.sizes[-1] if request.sizes else run.config.schedule.group_size
@@ -224,10 +229,10 @@ async def roll(run: RunComponents, request: GroupRequest) -> Group:
 
 
 async def take_steps(run: RunComponents, publication: "Publication") -> Progress:
-    """Train on batches until the last step. Return the progress after that step.
+    """Train on one batch after another until the last step. Return the progress after it.
 
     In deterministic mode, return as soon as a checkpoint is due, before the new weights are
-    published. `publication` is that of the weights before the first step.
+    published. `publication` is the publication of the weights before the first step.
     """
     config = run.config
     progress = run.progress
@@ -255,12 +260,15 @@ async def take_steps(run: RunComponents, publication: "Publication") -> Progress
 
 
 def ends_early(run: RunComponents) -> bool:
-    """Return True if evaluations are no longer expected to get better (`eval.patience`)."""
+    """Return True if the run ends because evaluations no longer improve (`eval.patience`)."""
     return run.evaluation is not None and run.evaluation.ends_run
 
 
 async def take_step(run: RunComponents, step: int, publication: "Publication") -> Progress:
-    """Train on the next batch. The new weights get a version number and are published later."""
+    """Wait for the next batch and train on it. Return the progress, with the step's metrics.
+
+    The new weights get a version number. The caller publishes them.
+    """
     groups, left_out, metrics = await wait_for_batch(run, step, publication)
     batch, described = await build_batch(run, groups, step, left_out=left_out)
     learnt = await learn(run, batch, groups, step, publication)
@@ -274,11 +282,9 @@ def commit(run: RunComponents, batch: Batch, groups: Sequence[Group], step: int)
     """Mark a step's groups as trained on, and start the next version of the weights.
 
     Called once for each step, after the last optimizer step and before the publication. Nothing is
-    written to disk here: journal, techniques and trainer note the step in memory. The next
-    checkpoint writes all of it. The checkpoint's row in the journal is the only commit. So groups
-    count as trained on, and the state of the techniques includes them, only together with the
-    weights that learned from them. After a crash a run continues from the last checkpoint, whose
-    weights have trained on each of its groups exactly once.
+    written to disk here: journal, techniques and trainer note the step in memory, and the next
+    checkpoint writes all of it at once. So after a crash a run continues from the last checkpoint,
+    whose weights have trained on each of its groups exactly once.
     """
     run.pending.discard(episodes_of(groups))
     run.journal.commit(
@@ -300,11 +306,12 @@ async def build_batch(
     left_out: Sequence[Group] = (),
     whole: bool = True,
 ) -> tuple[Batch, Mapping[str, object]]:
-    """Return the batch of a step's fresh and replayed groups, and the metrics of this batch.
+    """Return the batch of a step, and the metrics of this batch.
 
-    `groups` are the fresh groups. With `whole` false, they are only a part of the step's groups.
-    `left_out` are groups that are not trained on, but count in the metrics of the rollout. Raises
-    `StalenessError` if a token is older than the bound.
+    `groups` are the groups to train on for the first time. Techniques may add stored groups. With
+    `whole` False, `groups` are only a part of the step's groups. `left_out` are groups that are not
+    trained on, but count in the metrics of the rollout. Raises `StalenessError` if a token is older
+    than the run allows.
     """
     if whole:
         run.log.sample(step, [*groups, *left_out])
@@ -323,7 +330,7 @@ async def build_batch(
 async def join(
     run: RunComponents, groups: Sequence[Group], scored: Sequence[ScoredTrajectory], step: int
 ) -> tuple[Batch, Mapping[str, object]]:
-    """Return the batch of scored trajectories and replayed groups, and its staleness metrics.
+    """Join scored trajectories and replayed groups into a batch. Return it with staleness metrics.
 
     A large batch is built in the trainer's thread, so that episodes continue meanwhile. In a
     deterministic run it is not, because a call in a thread takes virtual time.
@@ -356,9 +363,9 @@ async def wait_for_batch(
 ) -> tuple[Sequence[Group], Sequence[Group], Mapping[str, object]]:
     """Wait for the groups of the next batch.
 
-    Return these groups, the groups that are left out of it, and metrics of the schedule. With
-    `trainer.stream`, the gradient of the groups that are finished is computed while the others
-    are still being generated.
+    Return these groups, the groups that are left out of the batch, and metrics of the schedule.
+    With `trainer.stream`, the gradient of finished groups is computed while the others are still
+    being generated.
     """
     if run.config.schedule.max_staleness == 0:
         await publication.finished()  # frees the tickets that this step's groups need
@@ -390,10 +397,10 @@ async def wait_for_batch(
 def leave_out_equal(
     run: RunComponents, taken: Sequence[Group], left_out: list[Group]
 ) -> Sequence[Group]:
-    """Return the taken groups that a step is trained on, and add the others to `left_out`.
+    """Move groups whose rewards are all equal from `taken` to `left_out`. Return the others.
 
-    Groups whose rewards are all equal are left out, at most `schedule.resampled_groups` for a step.
-    Others start in their place.
+    At most `schedule.resampled_groups` groups are left out in a step. New groups start in their
+    place.
     """
     most = run.config.schedule.resampled_groups - len(left_out)
     equal = [group for group in taken if group.has_equal_rewards][:most] if most > 0 else []
@@ -409,7 +416,7 @@ def leave_out_equal(
 async def add_gradient(
     run: RunComponents, groups: Sequence[Group], step: int, publication: "Publication"
 ) -> None:
-    """Add the gradient of some groups to that of their batch, which is not complete yet."""
+    """Compute the gradient of some groups, before their batch is complete (`trainer.stream`)."""
     if not any(group.trajectories for group in groups):
         return
     part, _ = await build_batch(run, groups, step, whole=False)
@@ -419,12 +426,12 @@ async def add_gradient(
 
 
 async def until_scorable(run: RunComponents, batch: Batch, publication: "Publication") -> None:
-    """Wait until the route can compute the old log-probabilities of a batch.
+    """Wait until the old log-probabilities of a batch can be computed.
 
-    This is when all engines have loaded the current version and the route was notified. A route
-    that scores with its own copies of the weights need not wait if the current version sampled none
-    of the batch's tokens. A route that puts past versions into the trained model must wait, because
-    engines may read the weights of that model.
+    The route is the method that computes them. In general it must wait until all engines have
+    loaded the current version. A route with copies of past weights need not wait if the current
+    version sampled none of the batch's tokens. But if it loads the copies into the trained model,
+    it must, because engines may still read the weights of that model.
     """
     needs = run.old_logps.needs
     scores_kept_weights = needs.snapshots and not needs.trained_weights
@@ -435,11 +442,11 @@ async def until_scorable(run: RunComponents, batch: Batch, publication: "Publica
 async def take_groups(
     run: RunComponents, groups: Sequence[Group], publication: "Publication"
 ) -> tuple[Sequence[Group], float]:
-    """Wait for the groups that the next batch lacks besides `groups`.
+    """Wait for the groups that the next batch needs besides `groups`.
 
-    With `trainer.stream`, wait only for some of them. Routes that declare `needs.idle` compute old
-    log-probabilities of sampled tokens during the wait. Return the groups, and the seconds for
-    which these computations continued when the groups had arrived.
+    With `trainer.stream`, wait only for some of them. Meanwhile, a route that declares `needs.idle`
+    computes old log-probabilities. Return the groups that arrived, and the seconds for which this
+    computation continued after their arrival.
     """
     missing = run.config.schedule.groups_per_step - len(groups)
     of_queue = run.queue.take_part if run.config.trainer.stream else run.queue.take
@@ -465,10 +472,11 @@ async def score_while_waiting(
     publication: "Publication",
     taking: asyncio.Task[Any],
 ) -> None:
-    """Let the route score until `taking` is done, one forward pass after another.
+    """Let the route compute `old_logp` until `taking` is done, about one forward pass at a time.
 
-    It begins when all engines have the new version: the trainer's thread publishes it first, and
-    the pieces of earlier versions are complete. `groups` are in the batch already.
+    It begins when all engines have the new version. Until then the trainer's thread is needed for
+    the publication, and earlier versions may still sample tokens. `groups` are in the batch
+    already.
     """
     is_told = False
     while not taking.done():
@@ -490,11 +498,11 @@ async def learn(
     step: int,
     publication: "Publication",
 ) -> Mapping[str, Any]:
-    """Take the optimizer steps of one batch, which is made of `groups`. Return their metrics.
+    """Take the optimizer steps of one batch, which consists of `groups`. Return their metrics.
 
-    Routes that declare `needs.scores_before_update` score tokens of the current version before its
-    weights change: their `before_update` is called before the first optimizer step. With
-    `needs.closing`, the route must score all of these tokens, so generation is paused first.
+    A route that declares `needs.scores_before_update` computes `old_logp` of tokens of the current
+    version before the first optimizer step changes the weights. With `needs.closing`, it must do so
+    for all of these tokens, so generation is paused first.
     """
     trainer = run.trainer
     needs = run.old_logps.needs
@@ -523,9 +531,9 @@ async def learn(
 
 
 def measure_sampling(run: RunComponents) -> Mapping[str, float]:
-    """Return metrics: the engines' counters and speed, and the episodes' waiting times in seconds.
+    """Return metrics of the engines and of the episodes' waiting times since the last call.
 
-    All are since the last call.
+    Times are in seconds.
     """
     return {**rates(run.engine.metrics()), **run.rollout.wait_times.read("rollout")}
 
@@ -533,7 +541,7 @@ def measure_sampling(run: RunComponents) -> Mapping[str, float]:
 def episodes_of(groups: Sequence[Group]) -> frozenset[int]:
     """Return the numbers of all finished episodes of some groups.
 
-    The result includes episodes that an estimator or a filter left out of the batch.
+    Episodes that an estimator or a filter left out of the batch are included.
     """
     return frozenset().union(*(group.episodes for group in groups))
 
@@ -562,9 +570,9 @@ class Publication:
     ) -> None:
         """Start the publication of the trainer's current weights.
 
-        `create_task` starts the asyncio task, and its task group receives an error of the
-        publication. With `checkpoint`, a checkpoint is written. With `last`, the run is evaluated
-        even if `eval.interval` does not ask for it.
+        `create_task` starts the asyncio task. If it is a task group's, the group receives errors of
+        the publication. With `checkpoint`, a checkpoint is written. With `last`, the run is
+        evaluated even if `eval.interval` does not ask for it.
         """
         self._run = run
         self._progress = progress
@@ -574,7 +582,7 @@ class Publication:
         self._evaluation = run.evaluation if evaluation_due else None
         self._evaluating: asyncio.Task[dict[str, float]] | None = None
         self.scorers_notified = asyncio.Event()
-        """Set when the route (way to get `old_logp`) and the auditor can score tokens of the new
+        """Set when the route (method to compute `old_logp`) and the auditor can use the new
         version.
         """
         self._task = create_task(self._publish())
@@ -582,7 +590,7 @@ class Publication:
     async def finished(self) -> None:
         """Wait until the publication is complete. Only then may the weights change again.
 
-        Raises the error of the publication, if there is one.
+        Raises the error of the publication, if it failed.
         """
         await self._task
 
@@ -590,8 +598,8 @@ class Publication:
     async def finish_before_errors(self) -> AsyncIterator[None]:
         """Return a context that waits for this publication before an exception leaves its body.
 
-        The body trains on the next batch. If it fails, the publication of the previous step is
-        still completed. Its evaluation is cancelled, because a resumed run repeats it.
+        The body trains on the next batch. If it fails, this publication is still completed. Its
+        evaluation is cancelled, because a resumed run repeats it.
         """
         try:
             yield
@@ -616,7 +624,7 @@ class Publication:
                 run.log.write(self._progress.step, row)
 
     async def _evaluate(self) -> dict[str, float]:
-        """Evaluate and return the metrics.
+        """Evaluate the policy if that is due. Return the metrics.
 
         Return {} if no evaluation is due, or if the run ends with an error during the evaluation.
         """
@@ -658,8 +666,8 @@ class Publication:
     def _prepare(self, live: Collection[int]) -> tuple[Checkpoint | None, float]:
         """Begin the publication and copy a checkpoint's data, in the trainer's thread.
 
-        Return the data of a checkpoint (None if no checkpoint is due), and the seconds this took.
-        `live` are the versions whose tokens are still to be trained on.
+        Return this data (None if no checkpoint is due), and the seconds that this took. `live` are
+        the versions whose sampled tokens are still to be trained on.
         """
         run = self._run
         began = time.monotonic()
@@ -673,11 +681,10 @@ class Publication:
         return snapshot, time.monotonic() - began
 
     async def _notify_scorers(self, live: Collection[int]) -> None:
-        """Notify the route (`old_logps.route`) and the auditor that engines sample with the new
-        version.
+        """Notify the route and the auditor that engines use the new version.
 
-        The calls run in the trainer's thread. `live` are the versions whose tokens are still to be
-        trained on.
+        The calls run in the trainer's thread. `live` are the versions whose sampled tokens are
+        still to be trained on.
         """
         await self._run.trainer_thread.run(self._run.old_logps.on_published, live)
         await self._run.trainer_thread.run(self._run.auditor.on_published, live)
@@ -688,8 +695,8 @@ class Publication:
 async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str, float]:
     """Write a checkpoint to disk. Return the duration in seconds as a metric.
 
-    Then record the checkpoint in the journal, which marks the groups that its weights trained on as
-    consumed, and remove old checkpoints.
+    The journal then records the checkpoint, and that the groups on which its weights were trained
+    are done. Old checkpoints are removed.
     """
     began = time.monotonic()
     step = snapshot.progress.step

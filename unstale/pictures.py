@@ -7,7 +7,9 @@ tokens can never take one picture for another.
 
 import os
 import zlib
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from shutil import rmtree
@@ -24,25 +26,40 @@ if TYPE_CHECKING:  # environments and the command line import this module withou
     Arrays = Mapping[str, NDArray[Any]]
 
 FIRST = 1 << 30
-"""The lowest number of a picture. Numbers have 31 bits, so all arrays of tokens can hold them."""
+"""The lowest number that stands for a picture. Numbers have 31 bits, so all arrays of tokens can
+hold them.
+"""
 PICTURES = "pictures"
-"""Name of the folder in a run folder that has the pixels."""
+"""Name of the folder with the pixels, in a run folder."""
 _END = ".safetensors"
 
 
 class PictureError(ValueError):
-    """Error: a picture cannot be used. The text says why."""
+    """Error: a picture cannot be used. The message says why."""
 
 
 class Picture(NamedTuple):
-    """A picture in a record: the number that is its token, and the SHA-256 of its file, in hex."""
+    """A picture in a record: the number that is its token, and the SHA-256 of its file in hex."""
 
     number: int
     digest: str
 
 
+def read_data_url(url: str) -> bytes | None:
+    """Return the file in a data URL of a picture. None for another URL.
+
+    >>> read_data_url("data:image/png;base64,AAA="), read_data_url("http://host/a.png")
+    (b'\\x00\\x00', None)
+    """
+    head, comma, data = url.partition(",")
+    if comma and head.startswith("data:image/") and head.endswith(";base64"):
+        with suppress(ValueError):
+            return b64decode(data, validate=True)
+    return None
+
+
 def numbers_in(tokens: Iterable[int]) -> Iterator[int]:
-    """Return the numbers of the different pictures among tokens, in their order.
+    """Return the different numbers of pictures among tokens, in the order of their appearance.
 
     >>> [*numbers_in((5, FIRST + 1, FIRST + 1, FIRST))] == [FIRST + 1, FIRST]
     True
@@ -51,7 +68,9 @@ def numbers_in(tokens: Iterable[int]) -> Iterator[int]:
 
 
 def decoded(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> str:
-    """Return the text of tokens, in which pictures are named. `decode` returns the text of others.
+    """Return the text of tokens, with a name such as `<picture 40000007>` for each picture.
+
+    `decode` returns the text of the other tokens.
 
     >>> decoded([1, FIRST + 7, FIRST + 7, 2], str)
     '[1]<picture 40000007>[2]'
@@ -63,10 +82,10 @@ def decoded(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> str:
 
 
 class PictureStore:
-    """The pixel inputs of pictures, one file for each content hash. A file is never changed.
+    """A store of the pixels of pictures, with one file for each picture. A file is never changed.
 
     Threads and processes may share the folder. A file is on the disk before its number is used.
-    Without a folder the store has a temporary one, until `open`.
+    Without a folder the store has a temporary one, until `open` is called.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -74,7 +93,7 @@ class PictureStore:
         if folder is None:
             finalize(self, rmtree, self.folder, ignore_errors=True)
         self._digests: dict[int, str] = {}
-        """The content hashes of known pictures, by number."""
+        """The SHA-256 of each known picture, by number."""
         self._numbers: dict[str, int] = {}
         self._lock = Lock()
 
@@ -82,7 +101,10 @@ class PictureStore:
         return self
 
     def open(self, folder: Path) -> None:
-        """Keep the pictures in `folder` from now on, also those that are already there."""
+        """Use `folder` from now on, with the pictures that it already has.
+
+        Copy the store's pictures to it.
+        """
         folder.mkdir(exist_ok=True)
         for each in folder.glob(f".*{_END}"):  # left by a crash
             each.unlink()
@@ -94,7 +116,10 @@ class PictureStore:
                 raise PictureError(f"{folder} has another picture with the number {number:08x}")
 
     def find(self, digest: str) -> int | None:
-        """Return the number of the picture with a content hash. None if the store lacks it."""
+        """Return the number of the picture with the SHA-256 `digest`.
+
+        None if the store does not have it.
+        """
         if number := self._numbers.get(digest):
             return number
         for number in _candidates(digest):
@@ -106,7 +131,10 @@ class PictureStore:
         return None
 
     def add(self, digest: str, arrays: "Arrays") -> int:
-        """Store the pixel inputs of a picture, and return its number. Wait for the disk."""
+        """Store the pixels of a picture with the SHA-256 `digest`, on the disk.
+
+        Return its number.
+        """
         with self._lock:
             if known := self.find(digest):
                 return known
@@ -127,14 +155,17 @@ class PictureStore:
             return number
 
     def digest(self, number: int) -> str:
-        """Return the content hash of a picture. Raises `PictureError` if the store lacks it."""
+        """Return the SHA-256 of a picture. Raises `PictureError` if the store does not have it."""
         if number not in self._digests:
             self._digests[number] = digest = _load(self._path(number))[0]
             self._numbers[digest] = number
         return self._digests[number]
 
     def read(self, number: int) -> "Arrays":
-        """Return a picture's inputs by name. Raises `PictureError` if they are lost or damaged."""
+        """Return the pixels of a picture as arrays by name.
+
+        Raises `PictureError` if they are lost or damaged.
+        """
         return _load(self._path(number))[1]
 
     def pictures(self, tokens: Sequence[int]) -> tuple[Picture, ...]:
@@ -142,7 +173,7 @@ class PictureStore:
         return tuple(Picture(number, self.digest(number)) for number in numbers_in(tokens))
 
     def require(self, pictures: Iterable[Picture]) -> None:
-        """Raise `PictureError` unless the store has these pictures, undamaged."""
+        """Raise `PictureError` if the store lacks one of these pictures, or if it is damaged."""
         for number, digest in set(pictures):
             if _load(self._path(number))[0] != digest:
                 raise PictureError(
@@ -155,7 +186,7 @@ class PictureStore:
 
 
 def _candidates(digest: str) -> Iterator[int]:
-    """Yield the numbers that a picture may have, the first from its hash, then those after it."""
+    """Yield the numbers that a picture may have: first the one from its hash, then later ones."""
     start = int(digest[:8], 16) % FIRST
     for place in range(1 << 10):
         yield FIRST + (start + place) % FIRST
@@ -171,7 +202,10 @@ def _save(path: Path, digest: str, arrays: "Arrays") -> None:
 
 
 def _load(path: Path) -> "tuple[str, Arrays]":
-    """Return a picture's content hash and its inputs. Raises `PictureError` for a lost file."""
+    """Return a picture's SHA-256 and its pixels.
+
+    Raises `PictureError` for a lost or damaged file.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:

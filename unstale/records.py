@@ -28,15 +28,12 @@ if TYPE_CHECKING:  # environments and the command line import this module withou
 
 
 class Provenance(IntEnum):
-    """The origin of a token.
-
-    Only tokens that the policy sampled have a probability for an importance ratio.
-    """
+    """The origin of a token. It decides whether the token can have an importance ratio."""
 
     ENVIRONMENT = 0
-    """Text that the environment gave: of a prompt, a tool or a user."""
+    """Text from the environment, such as a prompt, a tool's answer or a user's message."""
     SAMPLED = 1
-    """Sampled by the engine, with exactly the context that the record shows."""
+    """Sampled by the engine in exactly the recorded context."""
     FORCED = 2
     """Text put into the policy's reply instead of being sampled, such as a hint."""
     REWRITTEN = 3
@@ -44,50 +41,49 @@ class Provenance(IntEnum):
     FOREIGN = 4
     """Text that another policy wrote."""
     REPLAYED = 5
-    """Sampled by the policy, and trained on again in a later step."""
+    """Sampled by the policy, already trained on, and trained on again."""
     SHARED = 6
-    """Of a reply of another episode of the group, from which this episode was forked. Only the
-    other episode has the token's `behavior_logp`, version and loss.
+    """Text of a reply in the episode from which this one was forked. Only the other episode has the
+    token's `behavior_logp`, version and loss.
     """
 
 
 HAS_BEHAVIOR = frozenset({Provenance.SAMPLED, Provenance.REPLAYED})
-"""Origins of tokens that an engine sampled in the context that the record shows. Only these have a
-`behavior_logp`.
-"""
+"""Origins of tokens that have a `behavior_logp`: an engine sampled them in the recorded context."""
 
 NO_VERSION = -1
-"""Version number of tokens that no engine sampled, such as a prompt."""
+"""The version number of tokens that no engine sampled, such as those of a prompt."""
 
 Stop = Literal["done", "cut_reply", "max_turns", "max_tokens", "invalid_format", "pruned"]
-"""Reason for the end of an episode. `done`: the environment ended it. `cut_reply`: the environment
-ended it after a reply that a token limit had cut. `max_turns`: a limit of replies or tool calls.
-`invalid_format`: no reply had the format that the agent requested. `pruned`: a technique ended it,
-before it could have a reward.
+"""The reason for the end of an episode. `done`: the environment ended it. `cut_reply`: the
+environment ended it after a reply that a token limit had cut. `max_turns`: a limit of replies or
+tool calls. `max_tokens`: a limit of tokens. `invalid_format`: no reply had the format that the
+agent requested. `pruned`: a technique ended it, before it could have a reward.
 """
 ENDED_BY_ENVIRONMENT: frozenset[Stop] = frozenset({"done", "cut_reply"})
 CUT_OFF: frozenset[Stop] = frozenset({"cut_reply", "max_turns", "max_tokens"})
-"""End reasons of episodes that a limit ended, or whose last reply a limit cut."""
+"""Reasons for the end of episodes that a limit ended, or whose last reply a limit cut."""
 CUT_REPLIES = "cut_replies"
-"""Name of the fact (number for metrics) that counts an episode's replies that a token limit cut. It
-is missing if there are none.
+"""Name of the fact (a number for metrics) with the count of an episode's replies that a token limit
+cut. The fact is missing if there are none.
 """
 
 
 SURVIVAL = "survival_weight"
-"""Name of the fact with the weight of an episode that was drawn not to be pruned: 1 / probability.
-It is 0 if the draw pruned the episode, and missing without a draw.
+"""Name of the fact with the weight of an episode that a technique might have ended early by a
+random draw: 1 / its probability to continue, or 0 if it was ended. The fact is missing without a
+draw.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPiece:
-    """A run of tokens that the policy did not choose, such as a prompt or a tool's answer."""
+    """A run of tokens that the policy did not sample, such as a prompt or a tool's answer."""
 
     tokens: tuple[int, ...]
     provenance: Provenance = Provenance.ENVIRONMENT
     pictures: tuple[Picture, ...] = ()
-    """The different pictures among the tokens. All tokens of a picture are its number."""
+    """The different pictures among the tokens. A picture's number stands for each of its tokens."""
 
     def __post_init__(self) -> None:
         if self.provenance in HAS_BEHAVIOR:
@@ -105,10 +101,11 @@ class Sampled:
     log-probability, in nats, of each token in the distribution from which the engine sampled. If a
     weight update interrupts a reply, the reply has one such piece for each version. `clean` is
     False if the engine used keys and values that it had cached with older weights. Then no single
-    version sampled the tokens. `routed_experts` are the experts that an MoE model chose for each
-    token, if recorded. `kept_sets` are the tokens among which each token was drawn, None if always
-    the whole vocabulary: `behavior_logp` is in the distribution over this set. `signals` are
-    figures of each token's distribution, if requested.
+    version sampled the tokens.
+
+    If they were recorded, `routed_experts` has the experts that an MoE model used for each token,
+    and `signals` has figures of each token's distribution. `kept_sets` has the tokens among which
+    each token was drawn, over which `behavior_logp` is normalised. None means the whole vocabulary.
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3
@@ -148,10 +145,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The edit that turned the context in which text was sampled into the recorded context.
+    """A change of a text's context, made after the text was sampled.
 
-    The text was sampled with `tokens` in place of the tokens `start` to `stop` of the record. All
-    other tokens before the text are those of the record.
+    The text was sampled with `tokens` in place of the recorded tokens `start` to `stop`. All other
+    tokens before the text are equal in both contexts.
 
     >>> Edit(1, 1, (8, 9)).undo((5, 6, 7))  # a hint after the first token was removed
     (5, 8, 9, 6, 7)
@@ -166,12 +163,12 @@ class Edit:
             raise ValueError(f"an edit needs 0 <= start <= stop, got {self.start} and {self.stop}")
 
     def undo(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return tokens of the record as they stood when the text was sampled."""
+        """Return the context in which text was sampled, given the recorded one."""
         return (*tokens[: self.start], *self.tokens, *tokens[self.stop :])
 
     @property
     def shift(self) -> int:
-        """How many tokens further back a token after the edit stood when it was sampled."""
+        """The position of a later token when it was sampled, minus its recorded position."""
         return len(self.tokens) - (self.stop - self.start)
 
 
@@ -184,9 +181,10 @@ class Placed:
     """A run of tokens in a reply that the policy did not sample in the recorded context.
 
     The option `objective.placed` decides whether it has a loss. Text that must never have one is a
-    `ContextPiece`. REWRITTEN text has a known source: `version` sampled it in the context that
-    `edit` restores, and `source_logp` has the log-probability of each token there, in nats. FORCED
-    and FOREIGN text has none of the three. See docs/placed.md.
+    `ContextPiece`. If the policy sampled the text but its context was edited since (origin
+    REWRITTEN), `version` sampled it in the context that `edit.undo` restores, and `source_logp` has
+    the log-probability of each token there, in nats. Other placed text has none of the three. See
+    docs/placed.md.
     """
 
     tokens: tuple[int, ...]
@@ -213,12 +211,15 @@ Piece = ContextPiece | Sampled | Placed
 
 
 def is_reply(piece: Piece) -> bool:
-    """Return True if the piece is of a reply: sampled here or before a fork, or placed."""
+    """Return True if a piece is part of a reply: sampled, placed, or shared with a parent."""
     return not isinstance(piece, ContextPiece) or piece.provenance == Provenance.SHARED
 
 
 def first_tokens(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
-    """Return the first `count` tokens of an episode's pieces. Placed text is not divided."""
+    """Return the pieces (runs of tokens) with an episode's first `count` tokens.
+
+    The last piece is cut there, unless it is placed text, which was not sampled.
+    """
     taken: list[Piece] = []
     for piece in pieces:
         if count <= 0:
@@ -234,9 +235,10 @@ def first_tokens(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
 
 
 def link_experts(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
-    """Return a copy of `piece` whose routed experts include those of its version's earlier pieces.
+    """Return a copy of `piece` whose routed experts include those of earlier pieces of its version.
 
-    `before` are all earlier pieces of the episode. Without any routed experts, return `piece`.
+    `before` are all earlier pieces (runs of tokens) of the episode. If none has routed experts,
+    return `piece`.
     """
     earlier = next(
         (
@@ -254,7 +256,7 @@ def link_experts(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The name of a task: environment, split and index. The environment creates the task from it.
+    """The name of a task: environment, split and index, from which the environment creates it.
 
     >>> Task("retail", "train", 17).key
     'retail/train/17'
@@ -270,13 +272,14 @@ class Task:
 
 
 ROUNDED = 1e-9
-"""Tolerance of the rule that a success has a reward of at least 1. Sums of decimals are rounded."""
+"""Tolerance for comparing a reward with 1, because sums of decimals are rounded."""
 
 
 def nearest_rank(count: int, share: float) -> int:
-    """Return the index of a percentile (nearest-rank method) among `count` sorted values.
+    """Return the index of the percentile `share` (0 to 1) among `count` sorted values.
 
-    At least the share `share` of the values is less than or equal to the percentile.
+    This is the nearest-rank method: at least this share of the values is less than or equal to the
+    value at the index.
 
     >>> nearest_rank(4, 0.5), nearest_rank(64, 0.99), nearest_rank(100, 0.07), nearest_rank(1, 0.0)
     (1, 63, 6, 0)
@@ -285,7 +288,7 @@ def nearest_rank(count: int, share: float) -> int:
 
 
 def total_reward(rewards: Mapping[str, float]) -> float:
-    """Return the sum of an episode's named rewards, rounded once (`math.fsum`)."""
+    """Return the sum of an episode's named rewards, rounded only once (`math.fsum`)."""
     try:
         return math.fsum(rewards.values())
     except OverflowError:  # the sum is infinite
@@ -293,7 +296,9 @@ def total_reward(rewards: Mapping[str, float]) -> float:
 
 
 def is_success(rewards: Mapping[str, float], facts: Mapping[str, float]) -> bool:
-    """Return True if the fact `success` or, without this fact, the total reward is at least 1.
+    """Return True if an episode succeeded: its fact `success` is at least 1.
+
+    If it has no such fact, its total reward must be at least 1.
 
     >>> is_success({"answer": 0.7, "form": 0.2, "length": 0.1}, {}), is_success({"a": 0.9}, {})
     (True, False)
@@ -303,25 +308,25 @@ def is_success(rewards: Mapping[str, float], facts: Mapping[str, float]) -> bool
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """The start of an episode that another one of its group led to, mostly by being forked from it.
+    """The relation of an episode to an earlier one of its group, from which it was mostly forked.
 
-    The forked episode begins with the first `at` tokens of the episode `parent`. It continues with
-    other random numbers. With a `note` it has its own beginning, and `at` is 0.
+    The episode begins with the first `at` tokens of the episode `parent`, and continues with other
+    random numbers. With a `note` it has its own beginning, and `at` is 0.
     """
 
     parent: int
-    """The number of the other episode in the run."""
+    """The number of the earlier episode in the run."""
     at: int
-    """Number of tokens that both episodes have in common, with prompts and answers."""
+    """Number of tokens that both episodes have in common, prompts and answers included."""
     text: tuple[ContextPiece | Placed, ...] = ()
-    """Placed text that follows these tokens, with the environment's answers to it. The episode's
-    environment must answer so again. Placed text is its last piece.
+    """Text that follows the common tokens: placed text, which is not sampled, and the environment's
+    answers to it. The environment must answer in the same way again. The last piece is placed text.
     """
     note: str = ""
-    """Text at the end of the episode's prompt, which other episodes of the task do not have."""
+    """Text at the end of this episode's prompt. Other episodes of the task do not have it."""
     writes: bool = False
-    """True for a text that the policy writes about `parent`: the note is the whole prompt, and the
-    reply ends the episode, without a reward. It is one of `Group.texts`.
+    """True if the policy only writes a text about `parent`: the note is the whole prompt, and the
+    reply ends the episode, without a reward. The text is one of `Group.texts`.
     """
 
     def __post_init__(self) -> None:
@@ -331,11 +336,10 @@ class Fork:
             raise ValueError("the text of a fork must end with a Placed piece")
 
     def prefix_of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Return what the forked episode begins with: the parent's first `at` tokens, with those of
-        its replies as SHARED context, then `text`.
+        """Return the beginning of the forked episode, given the pieces of its parent.
 
-        `pieces` are the pieces (runs of tokens) of the parent. Raises ValueError if it has fewer
-        tokens.
+        It has the parent's first `at` tokens, with replies as SHARED context, and then `text`.
+        Raises ValueError if the parent has fewer tokens.
         """
         taken: list[Piece] = []
         left = self.at
@@ -357,7 +361,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished episode: its pieces, the reason of its end and its rewards by name.
+    """A finished episode: its pieces, the reason for its end and its rewards by name.
 
     `turn_rewards` is empty, or has one reward per turn. A turn is one reply of the policy.
     """
@@ -368,23 +372,20 @@ class Trajectory:
     task: Task
     seed: int
     episode: int = 0
-    """The number of the episode in its run. Episodes are counted in the order of their start."""
+    """The number of the episode in its run, in the order of their start."""
     turn_rewards: tuple[float, ...] = ()
     facts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Numbers from the environment for metrics, such as the count of tool errors. Facts do not
-    affect the reward.
+    """Numbers from the environment for metrics, such as a count of tool errors. They do not affect
+    the reward.
     """
     branches: tuple["Trajectory", ...] = ()
     """Further conversations of the episode, such as those of sub-agents. Each gets the episode's
     reward and advantage.
     """
     fork: Fork | None = None
-    """The place at which the episode was forked from another one. None if it has its own beginning.
-    """
+    """Where the episode was forked from another one. None if it has its own beginning."""
     role: str = ""
-    """The role that the policy has in this conversation, such as "planner". Empty if the task set
-    has no roles.
-    """
+    """The policy's role in this conversation, such as "planner". "" if the tasks have no roles."""
 
     @property
     def reward(self) -> float:
@@ -392,9 +393,10 @@ class Trajectory:
 
     @property
     def role_reward(self) -> float:
-        """The reward that credits this conversation: without the rewards of other roles.
+        """The sum of the rewards that count for this conversation's role.
 
-        A reward `<role>/<name>` is that role's. Without a role it is the episode's reward.
+        A reward named `<role>/<name>` counts only for the role in its name, and other rewards for
+        all. Without a role, this is the episode's reward.
         """
         if not self.role:
             return self.reward
@@ -409,7 +411,10 @@ class Trajectory:
 
     @property
     def success(self) -> bool:
-        """True if the fact `success` is at least 1. Without this fact the reward decides."""
+        """True if the fact `success` is at least 1.
+
+        Without this fact, the reward must be at least 1.
+        """
         return is_success(self.rewards, self.facts)
 
     def with_rewards(
@@ -451,7 +456,7 @@ class Trajectory:
 
     @property
     def conversations(self) -> tuple["Trajectory", ...]:
-        """The main conversation and its branches."""
+        """The main conversation of the episode, and its branches."""
         return (self, *self.branches)
 
     @property
@@ -470,9 +475,9 @@ class Trajectory:
 def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
     """Yield `(start, piece, turn)` for every piece that has tokens.
 
-    `start` is the offset of the piece's first token in the episode. `turn` counts the policy's
-    replies from 0, and is -1 for a context piece. Adjacent sampled and placed pieces are one reply,
-    which a weight update may have interrupted.
+    `start` is the offset of the piece's first token in the episode. `turn` is the number of the
+    policy's reply, from 0, and -1 for a context piece. Adjacent sampled and placed pieces are one
+    reply, which a weight update may have interrupted.
 
     >>> a, b = Sampled((5,), (-0.1,), 0), Sampled((6,), (-0.2,), 1)
     >>> pieces = [ContextPiece((1, 2)), a, b, ContextPiece((3,)), a]
@@ -493,7 +498,9 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
 
 
 def replies(pieces: Sequence[Piece]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the offset and the tokens of every reply, those before a fork included.
+    """Return the offset and the tokens of each reply in an episode.
+
+    Replies that a forked episode took over from its parent are included.
 
     >>> a, b = ContextPiece((5,), Provenance.SHARED), Sampled((6,), (-0.2,), 1)
     >>> replies([ContextPiece((1, 2)), a, b, ContextPiece((3,)), b])
@@ -512,7 +519,7 @@ def replies(pieces: Sequence[Piece]) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def count_cut_replies(pieces: Sequence[Piece], stop_tokens: Collection[int]) -> int:
-    """Return the number of replies that do not end with one of `stop_tokens`.
+    """Return the number of the policy's replies that do not end with one of `stop_tokens`.
 
     >>> whole, cut = Sampled((5, 1), (-0.1, -0.7), 0), Sampled((5,), (-0.1,), 0)
     >>> count_cut_replies([whole, ContextPiece((2,)), cut], stop_tokens=(1,))
@@ -523,7 +530,7 @@ def count_cut_replies(pieces: Sequence[Piece], stop_tokens: Collection[int]) -> 
 
 
 def count_turns(pieces: Sequence[Piece]) -> int:
-    """Return the number of the policy's replies among an episode's pieces.
+    """Return the number of the policy's replies in an episode, given its pieces (runs of tokens).
 
     A reply that a weight update cut into several pieces counts once.
     """
@@ -532,7 +539,7 @@ def count_turns(pieces: Sequence[Piece]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TurnLimit:
-    """A limit of the turns of an episode, below `rollout.max_turns`.
+    """A limit on the turns of an episode, below `rollout.max_turns`, which the episode may extend.
 
     An episode that reaches the limit gets `extend` more turns if its last reply contains `request`.
     If `request` is empty, one of its turns since the last extension must have had a reward above 0
@@ -541,8 +548,8 @@ class TurnLimit:
 
     turns: int
     remind: int = 0
-    """With at most this many turns left, each answer of the environment ends with a reminder of
-    their number.
+    """When at most this many turns are left, each answer of the environment ends with a reminder of
+    their number. 0 gives no reminders.
     """
     extend: int = 0
     extensions: int = 0
@@ -551,31 +558,34 @@ class TurnLimit:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeBudget:
-    """The limits of each episode of a group, in addition to the run's limits. 0 sets no limit.
+    """Limits on each episode of a group, in addition to the run's limits. 0 sets no limit.
 
     With `segments` > 0, an episode runs in segments. A segment ends when it has `segment_tokens`
-    sampled tokens or `segment_calls` tool calls. The episode may then wait for a free slot.
+    sampled tokens or `segment_calls` tool calls. The episode may then wait for other episodes
+    before it continues.
     """
 
     reply_tokens: int = 0
-    """Largest number of tokens of a reply, as `engine.max_completion_tokens`."""
+    """Largest number of tokens in a reply, like `engine.max_completion_tokens`."""
     context: int = 0
-    """Largest number of tokens of an episode, with prompts and replies, as `engine.max_context`."""
+    """Largest number of tokens in an episode, with prompts and replies, like
+    `engine.max_context`.
+    """
     calls: int = 0
-    """Number of tool calls after which an episode is cut off if it has not ended."""
+    """Number of tool calls after which an unfinished episode is cut off."""
     segments: int = 0
-    """Number of segments after which an episode is cut off."""
+    """Number of segments after which an unfinished episode is cut off."""
     segment_tokens: int = 0
     segment_calls: int = 0
 
 
 NO_BUDGET = EpisodeBudget()
-"""The budget without limits: only the options of the run limit an episode."""
+"""The budget that sets no limits, so that only the options of the run do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An episode that an error of its environment ended. The run continues without this episode."""
+    """An episode that ended with an error of its environment. The run continues without it."""
 
     task: Task
     stage: str
@@ -586,41 +596,44 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The finished trajectories of one task, and its failed episodes."""
+    """The episodes of one task: finished trajectories and failed episodes."""
 
     task: Task
     trajectories: tuple[Trajectory, ...]
     failures: tuple[Failure, ...] = ()
     number: int = 0
-    """The number of the group in its run. Groups are counted in the order of their start."""
+    """The number of the group in its run, in the order of their start."""
     unused: tuple[Trajectory, ...] = ()
-    """Finished trajectories of the task that a filter left out of training."""
+    """Finished trajectories that are not trained on, because a filter left them out."""
     turn_limit: TurnLimit | None = None
-    """The limit of turns of the group's episodes. None if only `rollout.max_turns` limits them."""
+    """The limit on turns of the group's episodes. None if only `rollout.max_turns` limits them."""
     budget: EpisodeBudget = NO_BUDGET
     added: frozenset[int] = frozenset()
-    """Numbers of the finished episodes by which the group was enlarged after its first results."""
+    """Numbers of the episodes that were added to the group after its first results."""
     texts: tuple[Trajectory, ...] = ()
-    """Texts that the policy wrote about episodes of the group, such as reflections. They are no
+    """Texts that the policy wrote about episodes of the group, such as reflections. They are not
     attempts at the task.
     """
 
     @property
     def finished(self) -> tuple[Trajectory, ...]:
-        """All finished trajectories of the task: those to train on, and those left out."""
+        """All finished trajectories, also those that a filter left out of training."""
         return (*self.trajectories, *self.unused)
 
     @property
     def has_one_reward(self) -> bool:
-        """True if no two trajectories have different rewards. Pruned ones have none."""
+        """True if all trajectories have the same reward.
+
+        Those that a technique ended early have none.
+        """
         return len({each.reward for each in self.trajectories if each.stop != "pruned"}) <= 1
 
     @property
     def has_equal_rewards(self) -> bool:
-        """True if no two trajectories have different rewards, in all or in a turn.
+        """True if all trajectories have the same rewards, in all and in each turn.
 
-        False if all episodes failed. If episodes were forked, only their whole rewards count: a
-        forked episode has turn rewards only for the replies that it sampled.
+        False if all episodes failed. If episodes were forked, only their whole rewards are
+        compared, because a forked episode has turn rewards only for the replies that it sampled.
         """
         if any(SURVIVAL in each.facts for each in self.trajectories):
             return not any(each.reward for each in self.trajectories)  # by weights that differ
@@ -638,9 +651,7 @@ class Group:
 
     @property
     def episodes(self) -> frozenset[int]:
-        """The numbers of all finished episodes of the group, including branches and episodes that
-        are not trained on.
-        """
+        """The numbers of all finished episodes and their branches, also of those not trained on."""
         return frozenset(
             conversation.episode
             for trajectory in (*self.finished, *self.texts)
@@ -665,10 +676,9 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class PendingPiece:
-    """A sampled piece that no batch has contained yet, with the episode's earlier tokens.
+    """A sampled run of tokens that no batch has contained yet, with the episode's earlier tokens.
 
-    `tokens[start:]` are the piece's own tokens. A route (a method to obtain `old_logp`) needs only
-    this record to score the piece.
+    `tokens[start:]` are the run's own tokens. This is all that is needed to compute its `old_logp`.
     """
 
     episode: int
@@ -686,34 +696,33 @@ class PendingPiece:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord:
-    """An episode as the journal recorded it before a resume.
+    """An episode of a run before a resume, as the journal recorded it.
 
-    The record has the last attempt at the episode and the number of failed attempts.
+    It has the last attempt at the episode, and the number of failed attempts.
     """
 
     episode: int
     pieces: tuple[Piece, ...]
     outcome: Trajectory | Failure | None
-    """The result of the episode. None if the episode had not ended."""
+    """The result of the episode. None if it had not ended."""
     failures: int = 0
     snapshot: tuple[int, str] | None = None
-    """The number of pieces before the environment's last saved state, and this state. None if no
-    state was saved.
+    """The last saved state of the environment: the number of pieces before it, and the state. None
+    if no state was saved.
     """
     branches: tuple["EpisodeRecord", ...] = ()
-    """Further conversations of the attempt, such as those of sub-agents."""
+    """Further conversations of the last attempt, such as those of sub-agents."""
     role: str = ""
-    """The role that the policy has in this conversation."""
+    """The policy's role in this conversation. "" if the tasks have no roles."""
     fork: Fork | None = None
-    """The place at which the episode was forked from another one. None if it has its own beginning.
-    """
+    """Where the episode was forked from another one. None if it has its own beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
     """A request to run the episodes of one task, which form a group.
 
-    `number` is the number of the group in its run. `place` is the task's index in the run's
+    `number` is the number of the group in its run. `place` is the index of its task in the run's
     sequence of training tasks.
     """
 
@@ -727,18 +736,18 @@ class GroupRequest:
     """The group's episodes that were started before a resume, in the order of their start."""
     finished: bool = False
     sizes: tuple[int, ...] = ()
-    """The number of episodes that the group begins with, then the number after each enlargement.
-    Empty if the group has `schedule.group_size` episodes.
+    """The number of episodes with which the group begins, then the number after each time that
+    episodes were added. Empty if the group has `schedule.group_size` episodes.
     """
     turn_limit: TurnLimit | None = None
-    """The limit of turns of the group's episodes. None if only `rollout.max_turns` limits them."""
+    """The limit on turns of the group's episodes. None if only `rollout.max_turns` limits them."""
     budget: EpisodeBudget = NO_BUDGET
-    """The limits of each episode of the group, in addition to the run's limits."""
+    """Limits on each episode of the group, in addition to the run's limits."""
     rounds: tuple[Mapping[str, Any], ...] = ()
-    """The decisions about the group's episodes that were made before a resume, as recorded."""
+    """Recorded decisions of techniques about the group's running episodes, from before a resume."""
 
     def opens(self) -> Iterator[PendingPiece]:
-        """Yield the pieces that the group's episodes sampled before a resume.
+        """Yield the runs of tokens that the group's episodes sampled before a resume.
 
         Failed episodes are left out.
         """
@@ -756,14 +765,14 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoredLogps:
-    """Old log-probabilities of replayed tokens, stored when a step first trained on them.
+    """Old log-probabilities of replayed tokens, stored when they were first trained on.
 
     Both tensors are `[T]`. Tokens that are not replayed have 0 and False.
     """
 
     old_logp: "Tensor"
     exact: "Tensor"
-    """True where `old_logp` is exact. Elsewhere it is the recorded `behavior_logp`."""
+    """True where `old_logp` is exact. Elsewhere it is the engine's `behavior_logp`."""
 
     def select(self, index: "Tensor") -> "StoredLogps":
         return StoredLogps(self.old_logp[index], self.exact[index])
@@ -771,22 +780,22 @@ class StoredLogps:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The teacher of a sequence, and the text that only this teacher reads (technique `distil`)."""
+    """What a sequence's teacher reads, and which teacher it is (technique `distil`)."""
 
     teacher: int = 0
     """The index of the teacher in the option `distil.teacher`."""
     start: int = 0
-    """The offset in the sequence before which the teacher reads `tokens`. No token that the policy
-    sampled is before it.
+    """The offset in the sequence before which the teacher also reads `tokens`. The policy sampled
+    no token before it.
     """
     tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTokens:
-    """The tokens of a batch's forked episodes that other episodes of the batch sampled.
+    """Tokens of a batch's forked episodes that other episodes of the batch sampled.
 
-    They count in the ratio of a whole sequence, but have no loss. Every tensor is `[T]`.
+    They count in a ratio over a whole sequence, but have no loss. Every tensor is `[T]`.
     """
 
     where: "Tensor"
@@ -795,9 +804,11 @@ class SharedTokens:
     episode: "Tensor"
     """The number of the episode that sampled the token."""
     at: "Tensor"
-    """The token's place in that episode."""
+    """The token's position in the episode that sampled it."""
     reach: "Tensor"
-    """The product of 1 / branches over the forks before any token, shared or not. 1 without any."""
+    """For each token of the batch, shared or not: the product of 1 / branches over all forks before
+    it. 1 without forks.
+    """
 
     def select(self, index: "Tensor") -> "SharedTokens":
         return SharedTokens(*(getattr(self, each.name)[index] for each in fields(self)))
@@ -805,10 +816,11 @@ class SharedTokens:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTokens:
-    """The placed text of a batch: replies that the policy did not sample in the recorded context.
+    """The placed text of a batch: text in replies that was not sampled in the recorded context.
 
-    Every tensor is `[T]`. `edits` has the places `(start, stop, edit)` of each sequence's REWRITTEN
-    text with a loss, counted from the start of the sequence.
+    Every tensor is `[T]`. REWRITTEN text was sampled, but its context was edited since. `edits` has
+    the places `(start, stop, edit)` of each sequence's REWRITTEN text with a loss, counted from the
+    start of the sequence.
     """
 
     given: "Tensor"
@@ -816,13 +828,17 @@ class PlacedTokens:
     trained: "Tensor"
     """True for placed tokens that have a loss, as `objective.placed` decides."""
     version: "Tensor"
-    """The version that sampled a REWRITTEN token. -1 elsewhere."""
+    """The version that sampled the token, if it is REWRITTEN (its context was edited) and has a
+    loss. -1 for other tokens.
+    """
     source_logp: "Tensor"
-    """Log-probability of a REWRITTEN token where it was sampled, in nats. 0 elsewhere."""
+    """Log-probability of a REWRITTEN token in the context in which it was sampled (before the
+    edit), in nats. 0 for other tokens.
+    """
     edits: tuple[tuple[tuple[int, int, Edit], ...], ...]
 
     def select(self, sequences: Sequence[int], index: "Tensor") -> "PlacedTokens":
-        """Return those of some sequences, whose tokens are at `index`."""
+        """Return the placed text of some sequences, whose tokens are at the indices `index`."""
         return PlacedTokens(
             self.given[index],
             self.trained[index],
@@ -834,20 +850,20 @@ class PlacedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences of one batch, packed end to end. Every tensor is `[T]`.
+    """The sequences of one batch, packed end to end. Every tensor is `[T]`, for T tokens.
 
-    T is the number of tokens. Sequence `i` is `offsets[i]:offsets[i + 1]`. Values at `t` belong to
-    `tokens[t]`. For example, `behavior_logp[t]` is the log-probability of `tokens[t]` given the
-    earlier tokens of the sequence. Where `sampled` is False, `behavior_logp` is 0, `version` and
-    `turn` are -1. Where `trained` is False, `advantage` is 0.
+    Sequence `i` is `offsets[i]:offsets[i + 1]`. Values at `t` belong to `tokens[t]`. For example,
+    `behavior_logp[t]` is the log-probability of `tokens[t]` given the earlier tokens of the
+    sequence. Where `sampled` is False, `behavior_logp` is 0, and `version` and `turn` are -1. Where
+    `trained` is False, `advantage` is 0.
     """
 
     tokens: "Tensor"
     offsets: tuple[int, ...]
     sampled: "Tensor"
     """True for tokens that the policy sampled (action tokens). Only these and `placed.trained` have
-    a loss, unless a correction or a technique drops them. Tokens before a fork are sampled only in
-    the episode that sampled them, so they count once.
+    a loss, unless a correction or a technique drops them. A token before a fork is marked only in
+    the episode that sampled it, so it counts once.
     """
     behavior_logp: "Tensor"
     version: "Tensor"
@@ -857,39 +873,48 @@ class Batch:
     advantage: "Tensor"
     episodes: tuple[int, ...]
     routed_experts: ExpertTable | None = None
-    """The experts that the engine chose, which training uses again. None if the run does not do so.
-    """
+    """The experts that the engine used, which training uses again. None without routing replay."""
     group: tuple[int, ...] = ()
-    """The group number of each sequence, -1 if unknown. Empty in a recorded batch."""
+    """The group number of each sequence, -1 if unknown. Empty in a batch that the audit recorded on
+    disk.
+    """
     reward: tuple[float, ...] = ()
-    """The reward of each sequence's episode. Empty in a recorded batch."""
+    """The reward of each sequence's episode. Empty in a batch that the audit recorded on disk."""
     turn_rewards: tuple[tuple[float, ...], ...] = ()
-    """The further rewards of each sequence's turns, as in `Trajectory.turn_rewards`. Empty in a
-    recorded batch.
+    """The rewards of each sequence's turns, as in `Trajectory.turn_rewards`. Empty in a batch that
+    the audit recorded on disk.
     """
     stored: StoredLogps | None = None
-    """The old log-probabilities of replayed tokens. None if the batch has no replayed token."""
+    """The old log-probabilities of replayed tokens, from when they were first trained on. None if
+    the batch has no replayed token.
+    """
     kept_sets: KeptSets | None = None
-    """The kept sets of the T tokens, over which all log-probabilities are taken. None: the whole
-    vocabulary.
+    """The sets of tokens among which the T tokens were drawn, over which all their
+    log-probabilities are normalised. None means the whole vocabulary.
+    """
+    engine_entropy: "Tensor | None" = None
+    """The entropy of the distribution from which the engine drew each sampled token, in nats, NaN
+    elsewhere. None if the engine returned none.
     """
     lessons: tuple[Lesson, ...] = ()
-    """The lesson of each sequence. Empty if there is one teacher, which reads the sequences."""
-    placed: PlacedTokens | None = None
-    """The placed text of the batch. None if it has none."""
-    shared: SharedTokens | None = None
-    """The tokens that forked episodes share with others of the batch. None if no episode was
-    forked.
+    """The teacher of each sequence, and what only it reads. Empty if there is one teacher that
+    reads the sequences as they are.
     """
+    placed: PlacedTokens | None = None
+    """The text in replies that was not sampled in the recorded context. None if the batch has
+    none.
+    """
+    shared: SharedTokens | None = None
+    """The tokens that forked episodes share with other episodes. None if no episode was forked."""
 
     @property
     def replayed(self) -> "Tensor":
-        """True for sampled tokens that an earlier step has trained on, `[T]`."""
+        """A mask `[T]` of sampled tokens that were already trained on in an earlier batch."""
         return self.sampled & (self.provenance == int(Provenance.REPLAYED))
 
     @property
     def fresh(self) -> "Tensor":
-        """True for sampled tokens that no earlier step has trained on, `[T]`."""
+        """A mask `[T]` of sampled tokens that were not trained on in an earlier batch."""
         return self.sampled & (self.provenance != int(Provenance.REPLAYED))
 
     @property
@@ -899,14 +924,14 @@ class Batch:
 
     @property
     def trained(self) -> "Tensor":
-        """True for tokens that can have a gradient, `[T]`: sampled ones, and placed ones that
-        `objective.placed` trains on.
-        """
+        """A mask `[T]` of tokens that can have a loss: sampled ones, and placed ones with one."""
         return self.sampled | self.placed.trained if self.placed else self.sampled
 
     def whole_sequences(self) -> "Batch":
-        """Return the batch as it is for a ratio over several tokens: shared tokens count as sampled
-        ones of each episode that has them. The batch itself if it has none.
+        """Return the batch with shared tokens marked as sampled, in each episode that has them.
+
+        Shared tokens are those before a fork. The result is used for ratios over several tokens. A
+        batch without shared tokens is returned unchanged.
         """
         import torch
 
@@ -927,9 +952,10 @@ class Batch:
         )
 
     def of_owners(self, values: "Tensor") -> "Tensor":
-        """Return `values` `[T]`, with those of the sampling episode at shared tokens.
+        """Return `values` `[T]` with the value of the sampling episode at each shared token.
 
-        Raises KeyError if that episode is not in the batch.
+        Shared tokens are those that a forked episode has from another one. Raises KeyError if the
+        other episode is not in the batch.
         """
         import torch
 
@@ -941,9 +967,10 @@ class Batch:
         return values.index_put((found,), values[first + shared.at[found]])
 
     def with_owners(self, sequences: Sequence[int]) -> list[int]:
-        """Return sequences and those that sampled the tokens that they share, by index.
+        """Return the indices `sequences`, and those that sampled their shared tokens.
 
-        Raises ValueError if such an episode is not in the batch.
+        Shared tokens are those that a forked episode has from another one. Raises ValueError if the
+        other episode is not in the batch.
         """
         import torch
 
@@ -954,7 +981,7 @@ class Batch:
         return sorted({*sequences, *(self.episodes.index(each) for each in owners)})
 
     def has_version(self, version: int) -> bool:
-        """Return True if the version sampled a token that has a loss."""
+        """Return True if the version `version` sampled a token that has a loss."""
         placed = self.placed is not None and version in self.placed.version
         return placed or version in self.version
 
@@ -964,7 +991,7 @@ class Batch:
 
     @property
     def sequence(self) -> "Tensor":
-        """The index of each token's sequence in the batch, `[T]`."""
+        """The index of the sequence of each token, `[T]`."""
         import torch
 
         lengths = torch.tensor([end - start for start, end in self.spans()], dtype=torch.long)
@@ -974,18 +1001,18 @@ class Batch:
         return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
 
     def count(self, where: "Tensor") -> list[int]:
-        """Return each sequence's number of tokens at which `where` (`[T]` bool) is True."""
+        """Return for each sequence the number of its tokens in the mask `where` (`[T]` bool)."""
         return count_tokens(self.offsets, where)
 
     def sequences_with(self, where: "Tensor") -> list[int]:
-        """Return the indices of the sequences with a token where `where` (`[T]` bool) is True."""
+        """Return the indices of the sequences with a token in the mask `where` (`[T]` bool)."""
         return [i for i, count in enumerate(self.count(where)) if count]
 
     def select(self, sequences: Sequence[int]) -> "tuple[Batch, Tensor]":
-        """Return a new batch of some of the sequences, which are given by index.
+        """Return a batch of only the sequences with these indices, and where its tokens were.
 
-        The second result `[T']` has the position in this batch of each token of the new batch. If
-        all sequences are chosen in their order, the batch itself is returned, without a copy.
+        The second result `[T']` has the position in this batch of each of its T' tokens. If all
+        sequences are chosen in their order, the batch itself is returned, without a copy.
         """
         import torch
 
@@ -1012,6 +1039,7 @@ class Batch:
             else (),
             stored=self.stored.select(index) if self.stored else None,
             kept_sets=self.kept_sets.at(index) if self.kept_sets else None,
+            engine_entropy=None if self.engine_entropy is None else self.engine_entropy[index],
             lessons=tuple(self.lessons[i] for i in sequences) if self.lessons else (),
             placed=self.placed.select(sequences, index) if self.placed else None,
             shared=self.shared.select(index) if self.shared else None,
@@ -1020,9 +1048,9 @@ class Batch:
         return chosen, index
 
     def select_fresh(self) -> "tuple[Batch, Tensor]":
-        """Return a batch of the sequences without replayed tokens.
+        """Return a batch of only the sequences without replayed tokens, and where its tokens were.
 
-        The second result `[T']` has the position in this batch of each token of the new batch.
+        The second result `[T']` has the position in this batch of each of its T' tokens.
         """
         counts = self.count(self.replayed)
         part, index = self.select([i for i, count in enumerate(counts) if not count])
@@ -1032,7 +1060,7 @@ class Batch:
 def concatenate(batches: Sequence[Batch]) -> Batch:
     """Join batches into one, in their order. A single batch is returned unchanged.
 
-    Raises ValueError if one of several batches has routed experts or shared tokens.
+    Raises ValueError if there are several batches and one has routed experts or forked episodes.
     """
     import torch
 
@@ -1051,6 +1079,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         name: torch.cat([getattr(batch, name) for batch in batches]) for name in tensors
     }
     kept = [batch.stored or _nothing_stored(batch) for batch in batches]
+    measured: Any = [batch.engine_entropy for batch in batches]
     return Batch(
         offsets=tuple(offsets),
         episodes=tuple(episode for batch in batches for episode in batch.episodes),
@@ -1060,6 +1089,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
             torch.cat([each.old_logp for each in kept]), torch.cat([each.exact for each in kept])
         ),
         kept_sets=join([(len(batch.tokens), batch.kept_sets) for batch in batches]),
+        engine_entropy=None if any(each is None for each in measured) else torch.cat(measured),
         placed=_join_placed(batches),
         **columns,
     )
@@ -1096,9 +1126,9 @@ def _nothing_stored(batch: Batch) -> StoredLogps:
 
 
 def group_of(batch: Batch) -> "Tensor":
-    """Return the group of each of `n` sequences, counted from 0 within the batch, `[n]`.
+    """Return the group of each of n sequences as a number from 0 within the batch, `[n]`.
 
-    Raises ValueError if the groups of the batch are unknown.
+    Raises ValueError if the batch does not say which groups its sequences belong to.
     """
     import torch
 
@@ -1109,7 +1139,7 @@ def group_of(batch: Batch) -> "Tensor":
 
 
 def count_tokens(offsets: Sequence[int], where: "Tensor") -> list[int]:
-    """Return each packed sequence's number of tokens at which `where` (`[T]` bool) is True.
+    """Return for each packed sequence the number of its tokens in the mask `where` (`[T]` bool).
 
     Sequence `i` is `offsets[i]:offsets[i + 1]`.
     """
@@ -1120,7 +1150,7 @@ def count_tokens(offsets: Sequence[int], where: "Tensor") -> list[int]:
 
 
 def token_positions(spans: Iterable[tuple[int, int]]) -> "Tensor":
-    """Return the positions of the tokens of some spans `(start, end)`, one span after another.
+    """Return the positions of all tokens in spans `(start, end)`, one span after another.
 
     >>> token_positions([(5, 7), (0, 2)]).tolist()
     [5, 6, 0, 1]
@@ -1140,12 +1170,12 @@ def collate(
     replay_experts: bool = False,
     placed: "PlacedMode" = "mask",
 ) -> Batch:
-    """Concatenate trajectories with advantages into one batch. No padding is added.
+    """Concatenate trajectories with advantages into one batch, without padding.
 
-    `groups` are the groups of the trajectories: their numbers become `Batch.group`. With
+    `groups` are the groups of the trajectories, whose numbers become `Batch.group`. With
     `replay_experts` the batch has the routed experts that the engine recorded. `placed` is the
-    option `objective.placed`, which chooses the placed text with a loss. Raises ValueError if there
-    is no trajectory.
+    option `objective.placed`: which text in replies has a loss although it was not sampled there.
+    Raises ValueError if there is no trajectory.
     """
     import numpy as np
     import torch
@@ -1197,14 +1227,31 @@ def collate(
         group=tuple(numbers.get(item.trajectory.episode, -1) for item in credited),
         reward=tuple(item.trajectory.reward for item in credited),
         kept_sets=join(kept),
+        engine_entropy=_engine_entropy(credited),
         turn_rewards=tuple(item.trajectory.turn_rewards for item in credited),
         placed=_placed_tokens(credited, placed),
         shared=_shared_tokens(credited),
     )
 
 
+def _engine_entropy(credited: Sequence[ScoredTrajectory]) -> "Tensor | None":
+    """Return the engine's entropy of each token, NaN where it measured none. None if of none."""
+    import numpy as np
+    import torch
+
+    pieces = [piece for item in credited for piece in item.trajectory.pieces]
+    found = [piece.signals if isinstance(piece, Sampled) else None for piece in pieces]
+    if not any(found):
+        return None
+    parts = [
+        np.full(len(piece.tokens), np.nan, np.float32) if own is None else own.entropy
+        for piece, own in zip(pieces, found, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(parts))
+
+
 def _shared_tokens(credited: Sequence[ScoredTrajectory]) -> SharedTokens | None:
-    """Return what forked trajectories share with others. None if none was forked."""
+    """Return the tokens that forked trajectories share with others. None if none was forked."""
     import numpy as np
     import torch
 
@@ -1232,7 +1279,7 @@ def _reaches(
 ) -> "list[NDArray[Any]]":
     """Return for each token the product of 1 / branches over the forks before it, `[T]` each.
 
-    A fork that begins with placed text is no branch: what it samples has another context.
+    A fork that begins with placed text is not counted, because its samples have another context.
     """
     import numpy as np
 
@@ -1257,7 +1304,7 @@ def _reaches(
 
 
 def _fork_place(fork: Fork, by_episode: Mapping[int, Trajectory]) -> tuple[int, int]:
-    """Return the episode that has the tokens before a fork as its own, and their number."""
+    """Return the episode that itself reached a fork's place, and the number of tokens before it."""
     parent = fork.parent
     while (before := by_episode.get(parent)) and before.fork and fork.at <= before.fork.at:
         parent = before.fork.parent
@@ -1269,10 +1316,10 @@ def _owners(
     by_episode: Mapping[int, Trajectory],
     known: "dict[int, NDArray[Any]]",
 ) -> "NDArray[Any]":
-    """Return for each token the episode that sampled it, its place there, its version and its
-    `behavior_logp`, `[4, T]`.
+    """Return four numbers for each token, `[4, T]`, about the episode that sampled it.
 
-    The version is -1 for a token that no episode of `by_episode` sampled. `known` has results.
+    They are the episode's number, the token's position there, its version and its `behavior_logp`.
+    The version is -1 for a token that no episode of `by_episode` sampled. `known` caches results.
     """
     import numpy as np
 
@@ -1294,7 +1341,10 @@ def _owners(
 
 
 def has_loss(piece: Piece, placed: "PlacedMode") -> bool:
-    """Return True if a piece is placed text with a loss. `placed` is `objective.placed`."""
+    """Return True if a piece is placed text that has a loss. `placed` is `objective.placed`.
+
+    Placed text is text in a reply that the policy did not sample in the recorded context.
+    """
     if not isinstance(piece, Placed) or placed == "mask":
         return False
     return placed == "anchor" or piece.source_logp is not None
@@ -1303,7 +1353,6 @@ def has_loss(piece: Piece, placed: "PlacedMode") -> bool:
 def _placed_tokens(
     credited: Sequence[ScoredTrajectory], placed: "PlacedMode"
 ) -> PlacedTokens | None:
-    """Return the placed text of some trajectories. None if they have none."""
     import torch
 
     if not any(isinstance(each, Placed) for item in credited for each in item.trajectory.pieces):
@@ -1331,10 +1380,7 @@ def _placed_tokens(
 
 
 def _expert_table(credited: Sequence[ScoredTrajectory]) -> ExpertTable:
-    """Return the experts that the engine used for the tokens of some trajectories.
-
-    `complete` is True for the tokens whose experts were recorded in every layer.
-    """
+    """Return the experts that the engine used for the tokens of some trajectories."""
     import torch
 
     sequences = []
@@ -1359,7 +1405,8 @@ def _advantages(
 ) -> float | Sequence[float]:
     """Return the advantage of each of a piece's `count` tokens, or one number for all of them.
 
-    `turn` is -1 for a context piece, whose advantage is 0.
+    `start` is the piece's offset in the episode. `turn` is the number of its reply, or -1 for a
+    piece without a loss, whose advantage is 0.
     """
     if turn < 0:
         return 0.0

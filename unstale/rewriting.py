@@ -1,4 +1,4 @@
-"""Remove text from an episode after it was sampled, such as a hint."""
+"""Change the text of an episode after it was sampled, such as to remove a hint."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,9 +7,9 @@ from unstale.records import Edit, Piece, Placed, Provenance, Sampled
 
 
 def replace_prompt(pieces: Sequence[Piece], prompt: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Return the pieces of an episode with another prompt, as after `remove_text`.
+    """Return an episode's pieces (runs of tokens) with another prompt as the first piece.
 
-    The prompt is the first piece.
+    Sampled text after it gets the origin REWRITTEN, because it was sampled in another context.
     """
     given = pieces[0].tokens
     first, last = _same(given, prompt), _same(given[::-1], prompt[::-1])
@@ -20,17 +20,17 @@ def replace_prompt(pieces: Sequence[Piece], prompt: tuple[int, ...]) -> tuple[Pi
 
 
 def _same(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the number of tokens with which both sequences begin."""
     pairs = zip(some, others, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(some), len(others)))
 
 
 def remove_text(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
-    """Return the pieces of an episode without its tokens `start` to `stop`.
+    """Return an episode's pieces (runs of tokens) without the tokens `start` to `stop`.
 
-    What was sampled after them becomes REWRITTEN, because it was sampled in another context.
-    Raises ValueError if the episode has no such tokens, if text after them is REWRITTEN already, or
-    if it was drawn from kept sets.
+    Sampled text after them gets the origin REWRITTEN, because it was sampled in another context.
+    Raises ValueError if the episode has no such tokens. Also raises it if text after them is
+    REWRITTEN already, or was sampled with top-p, top-k or min-p.
     """
     tokens = [token for piece in pieces for token in piece.tokens]
     if not 0 <= start < stop <= len(tokens):
@@ -58,7 +58,7 @@ def _first(piece: Piece, count: int) -> Piece:
 
 
 def _rest(piece: Piece, skip: int, edit: Edit) -> Piece:
-    """Return a piece without its first `skip` tokens, as it is after the edit of its context."""
+    """Return a piece without its first `skip` tokens, marked as text whose context was edited."""
     tokens = piece.tokens[skip:]
     if isinstance(piece, Sampled):
         if piece.kept_sets is not None:

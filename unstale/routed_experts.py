@@ -23,11 +23,11 @@ if TYPE_CHECKING:  # environments and the command line import records without to
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""The keys for the number of experts in the config.json of different models."""
+"""The keys under which config.json may have the number of experts, depending on the model."""
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Return the number of experts in a layer, from a model's config.json. 0 for a dense model."""
+    """Return the number of experts in a layer, given a model's config.json. 0 for a dense model."""
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, Mapping) else config
     return max(int(config.get(name) or 0) for name in _COUNTS)
@@ -36,7 +36,7 @@ def num_experts(config: Mapping[str, Any]) -> int:
 def pack_experts(experts: Any, num_experts: int, *, routed: Sequence[bool] = ()) -> "Experts":
     """Return expert numbers `[tokens, layers, k]` in uint8 or, for many experts, int16.
 
-    A row (token) with an invalid number, such as -1, becomes a missing row. `routed` has a bool for
+    A row (token) with an invalid number, such as -1, is marked as missing. `routed` has a bool for
     each layer of the model: True if it has a router. If the array has all layers of the model, the
     numbers of layers without a router become 0. Raises ValueError for an array of another shape.
     """
@@ -55,7 +55,7 @@ def pack_experts(experts: Any, num_experts: int, *, routed: Sequence[bool] = ())
 
 
 def missing(dtype: Any) -> int:
-    """Return the number that marks a missing row in an array of this dtype."""
+    """Return the number that marks a missing row (a token without a record) in an array."""
     import numpy as np
 
     return int(np.iinfo(dtype).max)
@@ -63,20 +63,22 @@ def missing(dtype: Any) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """The routed experts that one version of the weights computed for tokens of an episode.
+    """The recorded experts of tokens of an episode, under one version of the weights.
 
     An engine returns one such record with each reply. `before` is the record of the previous reply
-    of the same version. For a token with a row in both, the earlier record is used, unless its row
-    is missing.
+    of the same version. If both have a row for a token, the earlier row is used, unless it is
+    missing.
     """
 
     start: int
-    """The position in the episode of the first token with a row in `experts`."""
+    """The position in the episode of the first token that has a row in `experts`."""
     experts: "Experts"
-    """`[rows, layers, k]`: the numbers of the k experts of each token in each MoE layer."""
+    """`[rows, layers, k]`: for each token and MoE layer, the numbers of the token's k experts."""
     before: "RoutedExperts | None" = None
     covered: int = field(init=False)
-    """Number of tokens, from the episode's first on, that all have a row here or in `before`."""
+    """Number of tokens from the episode's start on that all have a row, here or in earlier
+    records.
+    """
 
     def __post_init__(self) -> None:
         count = self.before.covered if self.before else 0
@@ -87,7 +89,7 @@ class RoutedExperts:
 
     @property
     def stop(self) -> int:
-        """The position in the episode after the last token of `experts`."""
+        """The position in the episode after the last token that has a row in `experts`."""
         return self.start + len(self.experts)
 
     def chain(self) -> "list[RoutedExperts]":
@@ -102,7 +104,7 @@ class RoutedExperts:
     def rows(self, count: int) -> "Experts":
         """Return the rows of the episode's first `count` tokens, `[count, layers, k]`.
 
-        A token without a recorded row has a missing row.
+        The row of a token without a record is marked as missing.
         """
         import numpy as np
 
@@ -120,7 +122,6 @@ class RoutedExperts:
 
 
 def _recorded(experts: "Experts") -> "NDArray[np.bool_]":
-    """Return `[rows]` bool: True for the rows that are not missing."""
     first: NDArray[np.bool_] = experts[:, 0, 0] != missing(experts.dtype)
     return first
 
@@ -128,10 +129,10 @@ def _recorded(experts: "Experts") -> "NDArray[np.bool_]":
 def link(
     routed_experts: RoutedExperts | None, before: RoutedExperts | None, *, stop: int
 ) -> RoutedExperts | None:
-    """Return a reply's routed experts, cut before token `stop`, with `before` as earlier record.
+    """Return a reply's routed experts before the token `stop`, linked to an earlier record.
 
-    `before` is the earlier record of the same version and episode, or None. It is returned if the
-    reply has no routed experts.
+    `before` is the previous record of the same version and episode, or None. If `routed_experts` is
+    None, return `before`.
     """
     if routed_experts is None:
         return before
@@ -142,24 +143,25 @@ def link(
 
 @dataclass(frozen=True, slots=True)
 class ExpertTable:
-    """The routed experts of a batch: which experts each token used."""
+    """The routed experts of a batch: which experts each of its tokens used."""
 
     sequences: tuple[Mapping[int, RoutedExperts], ...]
-    """For each sequence, the routed experts by version of the weights."""
+    """For each sequence, its routed experts by the version of the weights."""
     complete: "Tensor"
-    """`[T]` bool: True if every row on which the token's log-probability depends was recorded."""
+    """`[T]` bool: True if all experts on which the token's log-probability depends were
+    recorded.
+    """
 
     def select(self, sequences: Sequence[int], index: "Tensor") -> "ExpertTable":
-        """Return the table of some sequences. `index` has their tokens' positions in the batch."""
+        """Return the table of some sequences, whose tokens are at the positions `index`."""
         return ExpertTable(tuple(self.sequences[i] for i in sequences), self.complete[index])
 
     def rows(self, batch: "Batch", where: "Tensor") -> "Tensor":
-        """Return a row for each token, `[T, layers, k]`, for a forward pass that scores tokens.
+        """Return the experts to replay for each token in a forward pass, `[T, layers, k]`.
 
-        `where` `[T]` bool is True for the tokens to score. A token's row is of the version that
-        sampled the next scored token in its sequence. So if one version sampled all scored tokens,
-        all rows are of that version. Tokens without a record have a missing row. Without any record
-        `layers` and `k` are 0.
+        The mask `where` `[T]` has the tokens whose log-probabilities are needed. The row of a token
+        is from the version that sampled the next of these in its sequence. Rows without a record
+        are marked as missing. If nothing was recorded, `layers` and `k` are 0.
         """
         import torch
 
@@ -182,7 +184,7 @@ class ExpertTable:
 
 
 def no_rows(example: RoutedExperts | None, count: int) -> "Tensor":
-    """Return `count` missing rows, `[count, layers, k]`, with the sizes and dtype of a record.
+    """Return `count` missing rows `[count, layers, k]`, with sizes and dtype of `example`.
 
     If `example` is None, `layers` and `k` are 0.
     """

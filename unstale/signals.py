@@ -1,7 +1,7 @@
-"""Signals: figures of the distributions from which an engine drew the tokens of a reply.
+"""Signals: numbers that describe the distribution from which an engine drew each token of a reply.
 
-They are of the distribution of a token before it was drawn. So a rule that reads the signals of a
-token looks only at the tokens before it.
+They belong to the distribution before the token was drawn. So a rule that reads the signals of a
+token uses only the tokens before it.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ if TYPE_CHECKING:  # environments and the command line import records without to
     from numpy.typing import NDArray
 
 WIDTH = 20
-"""Bytes of the signals of a token: an entropy, two tokens and two log-probabilities."""
+"""Number of bytes of one token's signals: an entropy, two tokens and two log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signals:
-    """The signals of n tokens."""
+    """The signals of n tokens of a reply."""
 
     entropy: "NDArray[np.float32]"
     """`[n]`: the entropy of each token's distribution, in nats."""
     likeliest: "NDArray[np.int32]"
-    """`[n, 2]`: the two most probable tokens, the most probable one first."""
+    """`[n, 2]`: the ids of the two most probable tokens, the most probable one first."""
     logp: "NDArray[np.float32]"
     """`[n, 2]`: the log-probabilities of these two tokens, in nats."""
 
@@ -31,7 +31,7 @@ class Signals:
         return len(self.entropy)
 
     def at(self, index: Any) -> "Signals":
-        """Return the signals of the tokens of a slice."""
+        """Return the signals of the tokens in a slice."""
         return Signals(self.entropy[index], self.likeliest[index], self.logp[index])
 
     def tobytes(self) -> bytes:
@@ -39,7 +39,10 @@ class Signals:
 
     @classmethod
     def frombuffer(cls, data: "bytes | bytearray") -> "Signals":
-        """Return signals from the bytes of `tobytes`. Raises ValueError for another length."""
+        """Return the signals, given the bytes from `tobytes`.
+
+        Raises ValueError if the number of bytes is not a multiple of `WIDTH`.
+        """
         import numpy as np
 
         if len(data) % WIDTH:
@@ -52,7 +55,7 @@ class Signals:
 
     @classmethod
     def join(cls, parts: "Sequence[Signals]") -> "Signals":
-        """Return the signals of successive runs of tokens as one. There is at least one run."""
+        """Join the signals of successive runs of tokens. `parts` must not be empty."""
         import numpy as np
 
         columns = zip(*((each.entropy, each.likeliest, each.logp) for each in parts), strict=True)

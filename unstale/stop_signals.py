@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM: the first ends a run in order, the second ends it at once in any state.
+"""Ctrl-C and SIGTERM: the first ends a run in order, the second ends the process at once.
 
 A command also sends messages to the process that supervises it (`cli/supervisor.py`): heartbeats,
-the run that begins, and the end. Without such a process, as in a notebook, nothing is sent.
+the beginning of a run, and the end. Without a supervisor, as in a notebook, nothing is sent.
 """
 
 import asyncio
@@ -24,17 +24,16 @@ from unstale.frames import show_frame
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
 REPEAT_S = 0.2
-"""A signal less than this many seconds after another one is ignored. Some programs send a signal to
-a process and then to its process group.
+"""Seconds after a signal during which further signals are ignored. Some programs send a signal to a
+process and then to its process group.
 """
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SecondSignal(KeyboardInterrupt):
-    """Error raised by the second Ctrl-C in a notebook or interactive Python.
+    """Error raised by the second Ctrl-C in a notebook or interactive Python, which goes on.
 
-    There the process must not end. Code that turns errors of environments into failed episodes must
-    not catch this error.
+    Code that turns errors of environments into failed episodes must not catch this error.
     """
 
 
@@ -44,15 +43,15 @@ to a file. 0 turns this off: Python has only one such timer, which a host progra
 """
 _hangs: IO[bytes] | None = None
 _supervisor: tuple[int, int] | None = None
-"""The ID of this process, and the descriptor of the pipe to its supervisor. A forked process has
-another ID and sends nothing.
+"""The id of this process, and the descriptor of the pipe to its supervisor. A forked process has
+another id and sends nothing.
 """
 
 
 def connect(pipe: int) -> None:
-    """Send later messages into a pipe to the supervisor, given by its descriptor.
+    """Send all later messages to the supervisor, through the pipe with this file descriptor.
 
-    From now on, calls of `os._exit` and `os.kill` that may end this process are reported too.
+    From now on, calls of `os._exit` and `os.kill` that may end this process are reported, too.
     """
     global _supervisor
     _supervisor = (os.getpid(), pipe)
@@ -72,9 +71,9 @@ def connect(pipe: int) -> None:
 
 
 def _send(message: dict[str, Any] | None = None) -> None:
-    """Send a message as a line of JSON, or a heartbeat (an empty line) if it is None.
+    """Send a message as a line of JSON. None is a heartbeat, which is an empty line.
 
-    Nothing is sent if the pipe is full or closed.
+    Nothing is sent without a supervisor, or if the pipe is full or closed.
     """
     if _supervisor and _supervisor[0] == os.getpid():
         with suppress(OSError):
@@ -82,9 +81,10 @@ def _send(message: dict[str, Any] | None = None) -> None:
 
 
 def beat(*, last: bool = False) -> None:
-    """Send a heartbeat. The supervisor then expects one every few seconds, unless this is the last.
+    """Send a heartbeat to the supervisor.
 
-    Without a supervisor, restart or stop the timer of `noted_hangs`.
+    It then expects another one within seconds, unless this is the `last`. Without a supervisor,
+    restart the timer of `noted_hangs`, or stop it with `last`.
     """
     _send({"rests": True} if last else None)
     if last:
@@ -97,10 +97,10 @@ def beat(*, last: bool = False) -> None:
 def noted_hangs(path: Path) -> Iterator[None]:
     """Return a context that writes the stacks of all threads to a file if the process hangs.
 
-    It hangs if no `beat` is called for `HANG_S` seconds. The cause is code that holds Python's
-    global lock (GIL), such as a regular expression that backtracks without end. A thread of C
-    writes the file. Without a hang the file is removed. Under a supervisor no file is written,
-    because the supervisor reports the code.
+    It hangs if `beat` is not called for `HANG_S` seconds. The cause is code that holds Python's
+    global lock (GIL), such as a regular expression that backtracks without end. If the process does
+    not hang, no file remains. Under a supervisor no file is written, because the supervisor reports
+    the code.
     """
     global _hangs
     if _supervisor or _hangs or not HANG_S:
@@ -119,14 +119,17 @@ def noted_hangs(path: Path) -> Iterator[None]:
 def begin_run(folder: str, note: str, limit_s: float) -> None:
     """Notify the supervisor that a run begins.
 
-    `folder` is the run folder, `note` is advice to print if the run is ended, and `limit_s` is the
-    number of seconds for which code may hold the GIL.
+    `folder` is the run folder. `note` is advice that the supervisor prints if it ends the run.
+    `limit_s` is the number of seconds for which code may hold the GIL.
     """
     _send({"run": folder, "note": note, "limit_s": limit_s})
 
 
 def note_end(code: int) -> None:
-    """Notify the supervisor that this process ends with an exit code, for a reason it printed."""
+    """Notify the supervisor that this process is about to end with an exit code.
+
+    The process must have printed the reason.
+    """
     _send({"ended": code})
 
 
@@ -137,11 +140,11 @@ def end_process(code: int) -> NoReturn:
 
 
 class StopSignals:
-    """The signals that a run has received, and the task that the first one cancels."""
+    """The handler of a run's signals, and the asyncio task that the first signal cancels."""
 
     def __init__(self, note: str = "", on_end: Callable[[], None] = lambda: None) -> None:
         self.has_cancelled = False
-        """True if a signal has cancelled the task of the last `cancelling` context."""
+        """True if a signal has cancelled the task of the latest `cancelling` context."""
         self._note = note
         self._on_end = on_end
         self._count = 0
@@ -159,10 +162,11 @@ class StopSignals:
             self._task = None
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: the first cancels the task, or raises KeyboardInterrupt without a task.
+        """Handle a signal.
 
-        The second ends the process, or raises `SecondSignal` in interactive Python. Python calls
-        this between two instructions of the main thread.
+        The first signal cancels the task, or raises KeyboardInterrupt if there is no task. The
+        second ends the process, or raises `SecondSignal` in interactive Python. Python calls this
+        between two instructions of the main thread.
         """
         now = time.monotonic()
         if now - self._last < REPEAT_S:
@@ -194,7 +198,8 @@ _active: StopSignals | None = None
 def active() -> StopSignals:
     """Return the `StopSignals` of the current `stop_signals` context.
 
-    Outside such a context or the main thread, return a new object that receives no signals.
+    Outside of such a context, and in another thread than the main one, return a new object that
+    receives no signals.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return _active if _active and is_main else StopSignals()
@@ -207,7 +212,7 @@ def stop_signals(note: str = "", on_end: Callable[[], None] = lambda: None) -> I
     `note`, such as the command to continue, is added to the message that the second signal prints.
     `on_end` is then called in the signal handler, before the process ends. Background jobs of a
     shell ignore Ctrl-C, but not in this context. A host program's own handler of Ctrl-C is kept. In
-    another thread than the main one, or within such a context, nothing is changed.
+    another thread than the main one, and within another such context, nothing is changed.
     """
     global _active
     if threading.current_thread() is not threading.main_thread() or _active:
@@ -228,7 +233,7 @@ def stop_signals(note: str = "", on_end: Callable[[], None] = lambda: None) -> I
 
 @contextmanager
 def cursor_while_stopped(terminal: int) -> Iterator[None]:
-    """Return a context in which Ctrl-Z shows the cursor that a display has hidden.
+    """Return a context in which Ctrl-Z shows the terminal's cursor, which a display has hidden.
 
     When the process continues, the cursor is hidden again. `terminal` is a file descriptor. Nothing
     is changed in another thread than the main one, or if the program handles Ctrl-Z itself.

@@ -1,4 +1,4 @@
-"""Ratios, weights and advantages with which a step trained on an episode, for the journal."""
+"""Values of single trained tokens for the journal: ratios, weights and advantages of a step."""
 
 from dataclasses import dataclass
 from enum import IntFlag
@@ -12,26 +12,31 @@ if TYPE_CHECKING:  # the command line reads journals without numpy
     Flags = NDArray[np.uint8]
 
 STORED = "stored"
-"""The route of a replayed episode: its `old_logp` was stored when it was first trained on."""
+"""The value of `TokenValues.route` for a replayed episode, whose `old_logp` was stored when it was
+first trained on.
+"""
 
 
 class TokenFlag(IntFlag):
-    """Flags of a trained token: how its values were computed and used. Several may be set."""
+    """Flags that say how the values of a trained token were computed and used.
+
+    Several may be set.
+    """
 
     EXACT = 1
-    """`old_logp` is exact. Otherwise the route approximated it."""
+    """`old_logp` is exact. Without this flag it is an approximation."""
     VETOED = 2
-    """`correction.token_veto_threshold` dropped the token's sequence."""
+    """The token veto (`correction.token_veto_threshold`) dropped the token's sequence."""
     MASKED = 4
-    """`correction.mode` dropped the token. The token veto did not."""
+    """The correction (`correction.mode`) dropped the token. The token veto did not."""
     DROPPED = 8
     """A technique dropped the token. The correction had kept it."""
     CLIPPED_LOW = 16
-    """The staleness ratio of the token's unit was below the trust region of the objective."""
+    """The ratio S = pi / pi_old was below the lower limit of the objective."""
     CLIPPED_HIGH = 32
-    """The staleness ratio of the token's unit was above the trust region of the objective."""
+    """The ratio S = pi / pi_old was above the upper limit of the objective."""
     CAPPED = 64
-    """`objective.ratio_cap` made the weight of the token smaller."""
+    """The limit on pi / mu (`objective.ratio_cap`) made the weight of the token smaller."""
 
 
 OUTCOMES = {
@@ -42,17 +47,19 @@ OUTCOMES = {
     "clipped_high": TokenFlag.CLIPPED_HIGH,
     "capped": TokenFlag.CAPPED,
 }
-"""The outcomes of a token, each with its flag. Of several flags, the first in this order counts."""
+"""What happened to a token in training, by name, each with its flag. If a token has several flags,
+the first in this order counts.
+"""
 
 SKIPPED, KEPT = "skipped", "kept"
-"""The outcomes of tokens without a flag of `OUTCOMES`. `skipped`: no optimizer step trained on the
-episode. `kept`: all others.
+"""What happened to a token without a flag of `OUTCOMES`. `skipped`: no optimizer step trained on
+its episode. `kept`: a step trained on it.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenValues:
-    """The values of the `n` sampled tokens of an episode in one step, in the order of its pieces.
+    """The values of an episode's n sampled tokens in one step, in the order of the episode.
 
     The arrays are `[n]`. Log-probabilities and entropies are in nats.
     """
@@ -60,41 +67,41 @@ class TokenValues:
     group: int
     episode: int
     route: str
-    """The route that computed `old_logp`: a value of `old_logps.route`, or "stored" for a replayed
+    """The method that computed `old_logp`: a value of `old_logps.route`, or "stored" for a replayed
     episode.
     """
     minibatch: int | None
-    """The optimizer step within the batch that trained on the episode, from 0. None if the episode
-    was skipped, because none of its tokens could have a gradient: the correction dropped them, or
-    their advantages are 0.
+    """The number, within the batch, of the optimizer step that trained on the episode, from 0. None
+    if no token of the episode could have a gradient, because all were dropped or all advantages are
+    0.
     """
     log_d: "Values"
     """`old_logp - behavior_logp`. NaN if no `old_logp` was computed."""
     log_s: "Values"
-    """`logp - old_logp`, with the weights before the optimizer step `minibatch`. NaN if the episode
-    was skipped.
+    """`logp - old_logp`, with `logp` from the weights before the optimizer step. NaN if no step
+    trained on the episode.
     """
     weight: "Values"
-    """The factor by which the correction multiplies the token's loss. 0 if the correction dropped
-    the token. NaN if no `old_logp` was computed.
+    """The factor of the correction on the token's loss, 0 for a dropped token. NaN if no `old_logp`
+    was computed.
     """
     advantage: "Values"
     """The advantage in the loss, after all techniques."""
     entropy: "Values"
-    """Entropy of the trainer's distribution of the token. NaN if not computed: without an entropy
-    bonus it is computed for some tokens of a batch.
+    """Entropy of the trainer's distribution at the token. NaN if it was not computed: without an
+    entropy bonus it is computed only for some tokens of a batch.
     """
     flags: "Flags"
-    """A sum of values of `TokenFlag` for each token."""
+    """For each token, the sum of its flags (`TokenFlag`)."""
 
     def has(self, flag: TokenFlag) -> "NDArray[np.bool_]":
-        """Return `[n]` bool: True for the tokens that have the flag."""
+        """Return a mask `[n]` of the tokens that have the flag."""
         found: NDArray[np.bool_] = (self.flags & int(flag)) != 0
         return found
 
     @property
     def outcome(self) -> list[str]:
-        """The outcome of each token: a name of `OUTCOMES`, `skipped` or `kept`."""
+        """What happened to each token: a name of `OUTCOMES`, "skipped" or "kept"."""
         other = SKIPPED if self.minibatch is None else KEPT
         return [
             next((name for name, flag in OUTCOMES.items() if flag & value), other)
@@ -107,11 +114,10 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 def keeps_tokens(group: int, share: float) -> bool:
-    """Return True if the journal keeps the token values of the group with number `group`.
+    """Return True if the journal keeps the token values of the group with the number `group`.
 
-    Of any consecutive groups, about the share `share` is kept. The choice depends only on the
-    number. A larger share keeps the same groups and more. Groups without a number (-1) are not
-    kept.
+    About the share `share` of all groups is kept, spread evenly. The choice depends only on the
+    number. A larger share keeps the same groups and more. The number -1 (unknown) gives False.
 
     >>> [number for number in range(12) if keeps_tokens(number, 0.25)]
     [0, 2, 5, 10]

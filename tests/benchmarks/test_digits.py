@@ -18,12 +18,12 @@ def pictures(env: DigitEnv) -> bytes:
     return message.images[0].data
 
 
-def test_blind_tasks_show_pictures_that_do_not_tell_the_digit() -> None:
+def test_blind_tasks_all_show_one_picture() -> None:
     tasks = [Task("digits", "train", number) for number in range(40)]
     seen, blind = ([made.env(task, 0) for task in tasks] for made in (DigitTasks(), BLIND))
     assert [each.digit for each in seen] == [each.digit for each in blind]
     assert len({each.digit for each in seen}) > 5
-    assert not {*map(pictures, seen)} & {*map(pictures, blind)}
+    assert len({*map(pictures, seen)}) == 40 and len({*map(pictures, blind)}) == 1
     for env in seen:
         right = env.step(Message("assistant", f"{env.digit} 3"))
         assert (right.rewards["right"], right.rewards["form"]) == (1.0, 0.0)

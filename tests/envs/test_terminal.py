@@ -21,7 +21,7 @@ from unstale.envs import EnvError, Message, ToolCall, Turn
 from unstale.envs.registry import build_taskset
 from unstale.envs.sandboxes.folders import read_folder, read_task
 from unstale.envs.sandboxes.namespaces import NamespaceRuntime
-from unstale.envs.sandboxes.runtime import File, TerminalTask
+from unstale.envs.sandboxes.runtime import CommandResult, File, TerminalTask, Verdict
 from unstale.envs.terminal import Commands, TerminalEnv, TerminalTasks
 from unstale.testing import check_env
 
@@ -101,7 +101,6 @@ def test_time_limit_of_the_agent_ends_its_turn() -> None:
     async def episode() -> Turn:
         env = TerminalEnv(task(agent_timeout_s=0.0), NamespaceRuntime())
         await env.begin()
-        await asyncio.sleep(0.01)
         call = ToolCall("bash", {"command": "echo late > answer.txt"})
         turn = await env.step(Message("assistant", "", tool_calls=(call,)))
         await env.close()
@@ -109,6 +108,42 @@ def test_time_limit_of_the_agent_ends_its_turn() -> None:
 
     turn = asyncio.run(episode())
     assert turn.done and turn.facts["out_of_time"] == 1.0 and turn.facts["commands"] == 0.0
+
+
+class SlowSandbox:
+    """A sandbox, and the runtime that returns it, in which each command takes 40 s."""
+
+    def check(self, task: TerminalTask) -> None:
+        pass
+
+    async def start(self, task: TerminalTask) -> "SlowSandbox":
+        return self
+
+    async def run(self, command: str, *, seconds: float, output_kb: int) -> CommandResult:
+        await asyncio.sleep(40)
+        return CommandResult("", 0, "exited")
+
+    async def verify(self) -> Verdict:
+        return Verdict(CommandResult("", 0, "exited"), "1")
+
+    async def close(self) -> None:
+        pass
+
+
+def test_only_commands_take_time_of_the_agents_limit() -> None:
+    async def episode() -> list[Turn]:
+        env = TerminalEnv(task(agent_timeout_s=60.0), SlowSandbox())
+        await env.begin()
+        turns = []
+        for _ in range(3):
+            await asyncio.sleep(1000)  # for the engine, or for other episodes of a tree
+            call = ToolCall("bash", {"command": "true"})
+            turns.append(await env.step(Message("assistant", "", tool_calls=(call,))))
+        return turns
+
+    turns = run_loop(episode(), virtual=True)
+    assert [turn.done for turn in turns] == [False, False, True]
+    assert turns[-1].facts["out_of_time"] == 1.0 and turns[-1].facts["commands"] == 2.0
 
 
 FAKE_PYTEST = "import os; open('/logs/verifier/reward.txt', 'w').write('1'); os._exit(0)"

@@ -2,21 +2,30 @@
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
+from tests.cli.test_run import quiet
 from tests.support.groups import TASK
+from tests.support.tiny_runs import tiny_run
 from tests.techniques.test_retry import context
+from unstale.cli import session
 from unstale.config import ConfigError, make_task
-from unstale.envs import Message, ToolCall, Turn
+from unstale.config.options import override
+from unstale.durability.journal import Journal
+from unstale.envs import Image, Message, ToolCall, Turn
 from unstale.envs.registry import build_taskset
+from unstale.pictures import numbers_in
 from unstale.records import ContextPiece, Group, Sampled, ScoredTrajectory, Trajectory
-from unstale.research.envs.traces import TraceTasks
+from unstale.research.envs.traces import TraceTasks, score_step
 from unstale.research.techniques.step_groups import StepGroups, StepGroupsConfig
 from unstale.testing import check_env
+from unstale.testing.pictures import draw_digit, save_vision_model
 
 TOOL = {"type": "function", "function": {"name": "press", "parameters": {}}}
 
@@ -101,6 +110,85 @@ def test_traces_keep_the_contract_of_environments(tmp_path: Path) -> None:
     task = made.held_out(1)[0]
     assert made.tools_of(task) == [TOOL] and made.text(task).startswith("press keys")
     assert [each.role for each in made.demonstration(task)][-2:] == ["tool", "assistant"]
+
+
+def screen(data: bytes | str, words: str) -> dict[str, Any]:
+    url = data if isinstance(data, str) else f"data:image/png;base64,{b64encode(data).decode()}"
+    parts = [{"type": "text", "text": words}, {"type": "image_url", "image_url": {"url": url}}]
+    return {"role": "user", "content": parts}
+
+
+def tap(x: float, y: float) -> Message:
+    return Message("assistant", "", (ToolCall("tap", {"at": [x, y], "long": False}),))
+
+
+def screens(first: bytes | str, second: bytes | str) -> dict[str, Any]:
+    """Return a row: an expert sees a screen, taps, sees another one, and is done."""
+    arguments = {"at": [100, 20], "long": False}
+    call = {"function": {"name": "tap", "arguments": arguments}}
+    replies = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    end = {"role": "assistant", "content": "done"}
+    tool = {"type": "function", "function": {"name": "tap", "parameters": {}}}
+    messages = [screen(first, "Open it. Screen: "), *replies, screen(second, "Now: "), end]
+    return {"messages": messages, "tools": [tool]}
+
+
+def test_screens_are_shown_also_in_patches_and_taps_may_be_near(tmp_path: Path) -> None:
+    first, second = (draw_digit(digit, Random(digit)) for digit in (1, 2))
+    (tmp_path / "second.png").write_bytes(second)
+    made = tasks(tmp_path, screens(first, "second.png"), tolerance=5)
+    begin, seen, _ = play(made, tap(103, 16), Message("assistant", "done"))
+    assert begin.messages[0].images == (Image(first, len("Open it. Screen: ")),)
+    assert seen.reward == 1 and seen.messages[0].images == (Image(second, len("Now: ")),)
+    _, patched, _ = play(made, tap(106, 20), Message("assistant", "done"))
+    (shown,) = patched.messages
+    assert patched.reward == 0.5 and shown.content.endswith("\nNow: ")
+    assert shown.images == (Image(second, len(shown.content)),)
+    task = next(iter(made.train(0)))
+    assert [bool(each.images) for each in made.demonstration(task)] == [True, False, True, False]
+    assert made.text(task) == "Open it. Screen: "
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        (tap(100.0, 20), 1),
+        (tap(100, True), 0.5),
+        (Message("assistant", "", (ToolCall("tap", {"at": [100, 20]}),)), 0.5),
+        (Message("assistant", "", (ToolCall("tap", {"at": [100, 20, 1], "long": False}),)), 0.5),
+        (Message("assistant", "", (ToolCall("tap", {"at": [100, 20], "long": 0}),)), 0.5),
+        (pressed("a"), 0),
+    ],
+)
+def test_only_numbers_may_be_near(reply: Message, score: float) -> None:
+    assert score_step(reply, tap(100, 20), tolerance=1) == score
+
+
+@pytest.mark.parametrize("url", ["none.png", "data:image/png;base64,?", "data:text/plain,a"])
+def test_a_missing_screen_is_named(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match=r"traces.jsonl, line 1: .*(no picture|no data URL)"):
+        tasks(tmp_path, screens(url, url))
+
+
+@pytest.mark.usefixtures("forked_children")
+def test_a_policy_that_sees_is_trained_on_screens_with_step_and_episode_advantages(
+    tmp_path: Path,
+) -> None:
+    save_vision_model("qwen3_vl", tmp_path / "model", num_hidden_layers=1)
+    pair = [draw_digit(digit, Random(digit)) for digit in (1, 2)]
+    file = tmp_path / "traces.jsonl"
+    said = [{"role": "assistant", "content": digit} for digit in "12"]
+    row = {"messages": [screen(pair[0], "First "), said[0], screen(pair[1], "Next "), said[1]]}
+    file.write_text(f"{json.dumps(row)}\n")
+    task = make_task(f"traces:{file}", held_out_share=0.0)
+    plain = tiny_run(tmp_path / "model", tmp_path, max_steps=2, task=task)
+    chosen = {"techniques": "step_groups", "step_groups.rule": "two_level"}
+    config = override(plain, {**chosen, "step_groups.cut_below": 1.0})
+    run = session.train(config, console=quiet())
+    assert {row["old_logps/exact_share"] for row in run.metrics} == {1.0}
+    with Journal.read(run.folder) as journal:
+        seen = [each.trajectory for each in journal.trajectories()]
+    assert {len([*numbers_in(each.tokens)]) for each in seen} == {2}, "both screens"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ cache. A planted store that gives both pictures one number shows that these test
 """
 
 import base64
+from copy import deepcopy
 from dataclasses import replace
 from io import BytesIO
 from itertools import accumulate
@@ -24,7 +25,7 @@ from unstale.engines import SamplingParams, check_request
 from unstale.engines.embedded.batcher import Batcher, SampleRequest
 from unstale.engines.embedded.worker import build_runner
 from unstale.engines.prefixes import hash_blocks
-from unstale.envs import EnvError, Image, Message, Turn
+from unstale.envs import EnvError, Image, Message, Turn, tool_schema
 from unstale.envs.chat import Chat
 from unstale.isolation.wire import read_turn, turn_row
 from unstale.model.lora import Lora
@@ -33,6 +34,7 @@ from unstale.model.policy import Policy
 from unstale.model.prefix_tree import MIN_SHARED, Packed, build_prefix_tree
 from unstale.pictures import FIRST, PictureError, PictureStore
 from unstale.rollout.endpoint.conversation import Call, Conversation, HistoryMessage
+from unstale.rollout.endpoint.messages import read_messages
 from unstale.rollout.endpoint.schemas import Refused
 from unstale.rollout.endpoint.wire import read_chat
 from unstale.testing.pictures import (
@@ -334,6 +336,81 @@ def test_content_parts_of_the_endpoint_have_pictures() -> None:
 def test_other_parts_are_refused(part: dict[str, Any], says: str) -> None:
     with pytest.raises(Refused, match=says):
         read_chat(asked(part), temperature=1.0)
+
+
+DATA = base64.b64encode(ONE).decode()
+PARTS: dict[str, Any] = {
+    "chat": url(f"data:image/png;base64,{DATA}"),
+    "messages": {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": DATA},
+        "cache_control": {"type": "ephemeral"},
+    },
+}
+
+
+def pictured(api: str) -> Call:
+    """Return a conversation with a picture in a question, a result of a tool and another one."""
+    words = [{"type": "text", "text": each} for each in ("Which ", "digit")]
+    picture = PARTS[api]
+    question = {"role": "user", "content": [words[0], picture, words[1], picture]}
+    if api == "chat":
+        function = {"name": "look", "arguments": "{}"}
+        called = {"tool_calls": [{"id": "a", "type": "function", "function": function}]}
+        rest: list[Any] = [
+            {"role": "assistant", **called},
+            {"role": "tool", "tool_call_id": "a", "content": [*words, picture]},
+            {"role": "user", "content": [picture, words[1]]},
+        ]
+        return read_chat({"messages": [question, *rest]}, temperature=1.0).call
+    found = {"type": "tool_result", "tool_use_id": "a", "content": [*words, picture]}
+    used = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    rest = [
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [found, picture, words[1]]},
+    ]
+    return read_messages({"messages": [question, *rest]}, temperature=1.0).call
+
+
+def test_pictures_by_the_messages_api_have_the_tokens_of_chat(policy: Policy) -> None:
+    chat, ours, other = chat_of(policy), pictured("messages"), pictured("chat")
+    contexts = [Conversation(chat).ask(call).context for call in (ours, other)]
+    assert ours == other and contexts[0] == contexts[1]
+    (number,) = pictures.numbers_in(contexts[0][0].tokens)
+    size = len(reader_of(policy).tokens(ONE))
+    assert contexts[0][0].tokens.count(number) == 4 * size
+
+
+def with_template(policy: Policy, old: str, new: str) -> Chat:
+    tokenizer = deepcopy(policy.tokenizer)
+    assert old in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
+    tools = [tool_schema("look", "Look.", {})]
+    return Chat(tokenizer, tools, tools_in_prompt=True, pictures=reader_of(policy))
+
+
+def test_results_with_pictures_that_a_user_has_to_send_keep_their_places(policy: Policy) -> None:
+    begin = "{%- for message in messages %}"
+    no_tools = "{%- if message['role'] == 'tool' %}{{ raise_exception('no tools') }}{%- endif %}"
+    chat = with_template(policy, begin, begin + no_tools)
+    asked = (Message("user", "?"), Message("assistant", "!"))
+    results = (
+        Message("tool", "one", images=(Image(ONE, 3),)),
+        Message("tool", "other", images=(Image(OTHER, 0), Image(ONE, 2))),
+    )
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert (
+        f"user\n<tool_response>\none{mark}\n</tool_response>\n<tool_response>\n{mark}ot{mark}her"
+        in chat.render([*asked, *results])
+    )
+
+
+def test_a_template_that_leaves_out_the_picture_of_a_tool_is_refused(policy: Policy) -> None:
+    image = "part['type'] == 'image'"
+    chat = with_template(policy, image, f"{image} and message['role'] == 'user'")
+    Turn((result := Message("tool", "", images=(Image(ONE),)),))
+    with pytest.raises(PictureError, match="the chat template writes 0 pictures for the 1 of"):
+        chat.encode_continuation([result], ended=True)
 
 
 def test_adapters_are_of_the_language_model_only(folders: dict[str, Path]) -> None:

@@ -7,27 +7,36 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from io import StringIO
 from math import comb
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.rollout.test_episode import END, TASK, LetterChat, Tasks, says
+from tests.support.tiny_runs import save_tiny, tiny_run
 from unstale.builders import build_sampler
+from unstale.builders.policy import load_policy
+from unstale.builders.sampling import build_chat
+from unstale.cli import session
 from unstale.cli.evaluate import HeldOut
 from unstale.cli.main import main
 from unstale.config import ConfigError, EngineConfig, RolloutConfig
 from unstale.config.options import override
 from unstale.durability.console import Console
+from unstale.durability.journal import Journal
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
-from unstale.envs import Turn
-from unstale.envs.calculator import calculate
+from unstale.envs import Message, Turn
+from unstale.envs.calculator import CalculatorTasks, calculate
+from unstale.envs.references import load_references
 from unstale.envs.registry import held_out_tasks
 from unstale.recipes import RECIPES
-from unstale.records import Trajectory
+from unstale.records import ContextPiece, Sampled, Trajectory
 from unstale.research.attempt import (
     COMPARE,
     CONCLUSIONS,
@@ -37,10 +46,16 @@ from unstale.research.attempt import (
     attempt_all,
 )
 from unstale.research.attempt_result import PLANNED, AttemptResult
+from unstale.research.collect import CollectedTasks
+from unstale.research.quality_head import QualityHead
 from unstale.research.search import Stages, beam_search
+from unstale.research.served_writer import Writer
+from unstale.research.techniques.live_tree import ForecastTree
+from unstale.research.techniques.tree import TreeConfig
 from unstale.research.votes import by_majority, by_tournament, judge_record
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
+from unstale.signals import Signals
 
 
 def quiet() -> Console:
@@ -137,7 +152,16 @@ Write = Callable[[str, Random], str]
 """A function that returns the reply to a prompt, given as text."""
 
 
-def attempt_calculator(write: Write, options: AttemptOptions, num_tasks: int = 6) -> AttemptResult:
+def attempt_calculator(  # noqa: PLR0913 - what may choose, and what is kept
+    write: Write,
+    options: AttemptOptions,
+    num_tasks: int = 6,
+    *,
+    head: QualityHead | None = None,
+    judge: Writer | None = None,
+    kept: CollectedTasks | None = None,
+    signals: Callable[[Sequence[int]], Signals] | None = None,
+) -> AttemptResult:
     """Run the procedure on held-out tasks of the calculator, with a scripted policy."""
     config = override(
         RECIPES["calculator"](), {"eval.tasks": num_tasks, "engine.max_context": 2048}
@@ -148,11 +172,14 @@ def attempt_calculator(write: Write, options: AttemptOptions, num_tasks: int = 6
         text = write(chat.text(tokens, whole=True), Random(params.seed))
         return [*chat.encode(text), chat.stop_tokens[0]]
 
-    policy, taskset, generator = build_sampler(config, ScriptedEngine(script))
+    policy, taskset, generator = build_sampler(config, ScriptedEngine(script, signals=signals))
     tasks = held_out_tasks(taskset, num_tasks)
     repeated = [task for task in tasks for _ in range(options.attempts)]
-    held_out = HeldOut(config, policy, taskset, generator, repeated)
-    return attempt_all(held_out, options, console=quiet())
+    if kept:
+        kept.inner = taskset
+    used: Any = kept or taskset
+    held_out = HeldOut(config, policy, used, generator, repeated)
+    return attempt_all(held_out, options, head=head, judge=judge, console=quiet())
 
 
 def right_answer(text: str) -> str:
@@ -172,6 +199,64 @@ def test_wrong_answers_that_differ_lose_against_right_ones() -> None:
     assert rows["majority of 6 answers"] >= pairs, "two equal answers are the most frequent"
     assert rows["pass@6"] >= rows["majority of 6 answers"]
     assert not result.judge and set(result.tokens) == {"attempts"}
+
+
+def entropies(*values: float) -> Signals:
+    """Return the signals of tokens with these entropies."""
+    n = len(values)
+    likeliest = np.tile(np.array([[7, 9]], np.int32), (n, 1))
+    logp = np.full((n, 2), -0.7, np.float32)
+    return Signals(np.array(values, np.float32), likeliest, logp)
+
+
+def test_answers_are_weighed_by_the_forecast_that_the_run_learned() -> None:
+    """Wrong attempts give the same answer and are unsure, as the failures of the run were."""
+    tree = ForecastTree(TreeConfig(branch="none", prune="mixed", roots=4, every=8))
+    seen = [
+        Trajectory(
+            (ContextPiece((5,)), Sampled((7,) * 4, (-1.0,) * 4, 0, signals=entropies(*[h] * 4))),
+            {"r": success},
+            "done",
+            TASK,
+            0,
+            number,
+        )
+        for number in range(20)
+        for h, success in ((0.1, 1.0), (2.0, 0.0))
+    ]
+    assert tree.learn(seen) == 40
+
+    def often_wrong(text: str, random: Random) -> str:
+        return "0000000" if random.random() < 0.65 else right_answer(text)
+
+    def unsure(prefix: Sequence[int]) -> Signals:
+        zero = [token == prefix[-1] for token in prefix[-2:]]
+        return entropies(3.0 if len(zero) == 2 and all(zero) else 0.05)
+
+    result = attempt_calculator(
+        often_wrong, AttemptOptions(attempts=8), head=QualityHead(tree), signals=unsure
+    )
+    rows = {name: row.value for name, row in result.rows().items()}
+    assert rows["weighted majority of 8 answers"] == rows["pass@8"] == 1
+    assert rows["majority of 8 answers"] < 0.5
+
+
+@pytest.mark.usefixtures("forked_children")
+def test_the_forecast_is_that_of_a_run_which_pruned_by_it(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    plain = tiny_run(tmp_path / "model", tmp_path, max_steps=2)
+    plain = replace(plain, schedule=replace(plain.schedule, group_size=4))
+    options = {"techniques": "tree tree_advantage", "tree.branch": "none", "tree.prune": "mixed"}
+    config = override(plain, options)
+    run = session.train(config, console=quiet()).folder
+    head = QualityHead.of(run, config)
+    with Journal.read(run) as journal:
+        chances = {head.chance(each.trajectory) for each in journal.trajectories()}
+    assert len(chances) > 1 and all(0 < each < 1 for each in chances)
+    with pytest.raises(ConfigError, match="--weigh needs a run that forecast the success"):
+        QualityHead.of(run, plain)
+    with pytest.raises(ConfigError, match="--weigh needs a run folder"):
+        QualityHead.of(tmp_path / "model", config)
 
 
 def test_a_judge_that_knows_reaches_the_ceiling_and_one_that_does_not_is_named() -> None:
@@ -196,6 +281,51 @@ def test_a_judge_that_knows_reaches_the_ceiling_and_one_that_does_not_is_named()
 
     result = attempt_calculator(silent, options)
     assert result.unread == 1 and "not told apart from chance" in result.judge_text()
+
+
+class Knows:
+    """A served judge that knows the answer."""
+
+    async def reply(self, messages: Sequence[Message], seed: int) -> str:
+        shown = json.loads(messages[0].content.partition("\n\n")[2])
+        answer = str(calculate(shown.pop("task")))
+        return f"best: {next((name for name in shown if shown[name] == answer), 'A')}"
+
+
+def test_another_model_may_judge() -> None:
+    def never_compares(text: str, random: Random) -> str:
+        assert COMPARE[:30] not in text
+        return guess(text, random)
+
+    options = AttemptOptions(attempts=4, votes=2)
+    result = attempt_calculator(never_compares, options, judge=Knows())
+    rows = {name: row.value for name, row in result.rows().items()}
+    assert rows["best by 2 votes on each pair"] == rows["pass@4"] > rows["one attempt"]
+
+
+def test_successes_at_tasks_that_also_failed_become_conversations(tmp_path: Path) -> None:
+    kept = CollectedTasks(CalculatorTasks())
+    first: list[str] = []
+
+    def some_are_easy(text: str, random: Random) -> str:
+        question = text[text.rindex("What is") :]
+        first.append(question)
+        return right_answer(text) if question == first[0] else guess(text, random)
+
+    result = attempt_calculator(some_are_easy, AttemptOptions(attempts=6), kept=kept)
+    counts = result.attempts.successes
+    assert 6 in counts, "a task that always succeeds"
+    rows = [json.loads(row) for row in kept.rows()]
+    assert len(rows) == sum(0 < count < 6 for count in counts) > 0, "equal successes count once"
+    for row in rows:
+        *opening, reply = row["messages"]
+        assert reply == {"role": "assistant", "content": right_answer(opening[-1]["content"])}
+        assert row["tools"]
+    file = tmp_path / "kept.jsonl"
+    file.write_text("".join(f"{row}\n" for row in kept.rows()))
+    policy = load_policy(RECIPES["calculator"]())
+    chat = build_chat(RECIPES["calculator"](), policy.tokenizer, policy.ends, kept.inner)
+    assert len(load_references(file, chat, max_tokens=2048)) == len(rows)
 
 
 def test_a_further_attempt_reads_the_conclusions_of_the_best() -> None:
@@ -359,11 +489,25 @@ def test_tasks_without_answers_need_a_judge() -> None:
         attempt_all(HeldOut.of("base", config, 2), AttemptOptions(attempts=2), console=quiet())
 
 
-def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["attempt", "base", "retail", "--attempts", "2", "--votes", "1", "--eval.tasks", "2"]
+def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "kept.jsonl"
+    words = [
+        "attempt",
+        "base",
+        "retail",
+        "--collect",
+        str(kept),
+        "--attempts",
+        "2",
+        "--votes",
+        "1",
+        "--eval.tasks",
+        "2",
+    ]
     with pytest.raises(SystemExit) as end:
         main([*words, "--json"])
     assert not end.value.code
     result = json.loads(capsys.readouterr().out)
     assert set(result["success"]) == {"one attempt", "best by 1 vote on each pair", "pass@2"}
     assert result["tokens"]["votes"] > 0
+    assert all("messages" in json.loads(row) for row in kept.read_text().splitlines())

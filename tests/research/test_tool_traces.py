@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from unstale.cli.main import main
-from unstale.research.tool_traces import TOOLS, NotTraced, trace
+from unstale.envs import Message
+from unstale.research.tool_traces import TOOLS, NotTraced, rewritten, trace, traces
 
 GSM = "She sold 48/2 = <<48/2=24>>24 clips in May. In all she sold 48 + 24 = <<48+24=72>>72 clips."
 PLAIN = (
@@ -60,6 +62,83 @@ def test_python_divides_and_the_notes_of_gsm8k_are_left_out() -> None:
     assert found[3]["content"] == "24 clips in May. In all she sold"
 
 
+REWRITTEN = """The number of ways is a binomial.
+```python
+import math
+print(math.comb(10, 3))
+```
+```output
+120
+```
+Half of them are even.
+```python
+print(120 // 2)
+```
+```output
+60
+```
+So the answer is 60."""
+
+
+class Writes:
+    """A model that always writes the same."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.asked = text, ""
+
+    async def reply(self, messages: Sequence[Message], seed: int) -> str:
+        self.asked = messages[0].content
+        return self.text
+
+
+def rewrite(writer: Writes) -> list[dict[str, object]]:
+    solution = "There are ten choose three ways, half of them even, so 60."
+    return asyncio.run(rewritten("How many?", solution, writer))
+
+
+def test_a_model_rewrites_computations_in_words_as_programs_that_are_executed() -> None:
+    writer = Writes(REWRITTEN)
+    found = rewrite(writer)
+    assert json.loads(writer.asked.partition("\n\n")[2])["problem"] == "How many?"
+    calls = [each["tool_calls"] for each in found if "tool_calls" in each]
+    assert [call[0]["function"]["arguments"]["code"] for call in calls] == [  # type: ignore[index]
+        "import math\nprint(math.comb(10, 3))",
+        "print(120 // 2)",
+    ]
+    assert [each["content"] for each in found] == [
+        "How many?",
+        "The number of ways is a binomial.",
+        "120",
+        "Half of them are even.",
+        "60",
+        "So the answer is 60.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("```output\n120\n```\n", "", "no programs with outputs"),
+        ("```output\n60", "```output\n61", "another output"),
+        ("math.comb", "math.combs", "a program fails"),
+        ("answer is 60", "answer is 59", "another answer"),
+    ],
+)
+def test_a_rewritten_solution_is_kept_only_if_it_runs_as_written(
+    old: str, new: str, reason: str
+) -> None:
+    with pytest.raises(NotTraced, match=reason):
+        rewrite(Writes(REWRITTEN.replace(old, new)))
+
+
+def test_reasons_of_rewritten_rows_are_counted() -> None:
+    rows = [{"q": "How many?", "a": f"It is {end}."} for end in (60, 60, 7)]
+    kept, refused = asyncio.run(
+        traces(rows, TOOLS["python"], prompt="q", solution="a", writer=Writes(REWRITTEN))
+    )
+    assert len(kept) == 2 and refused == {"another answer": 1}
+
+
 def called(*words: str) -> object:
     with pytest.raises(SystemExit) as end:
         main(words)
@@ -84,3 +163,5 @@ def test_the_command_writes_rows_that_sft_learns(
     assert (tmp_path / "warm" / "config.json").is_file()
     assert called("tool-traces", str(source), str(out), "--solution", "proof") == 2
     assert "there is no column 'proof'" in capsys.readouterr().err
+    assert called("tool-traces", str(source), str(out), "--url", "http://127.0.0.1:1/v1") == 2
+    assert "name a served writer together" in capsys.readouterr().err

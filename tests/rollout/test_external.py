@@ -90,7 +90,9 @@ class World:
     context."""
 
     def __init__(self, say: Any = solver, delay: Any = None, **config: Any) -> None:
-        self.room = {"max_context": config.pop("max_context", 512)}
+        self.room = {"max_context": 512, "max_completion_tokens": 64}
+        self.room |= {name: config.pop(name) for name in self.room if name in config}
+        self.chat: Chat = config.pop("chat", CHAT)
         self.engine = ScriptedEngine(self._say, token_delay=delay)
         self.say, self.sampled = say, []
         self.config = RolloutConfig(**{"retries": 0, "timeout_s": LIMIT_S, **config})
@@ -107,7 +109,7 @@ class World:
 
     def rollout(self, tasks: ExternalAgent) -> AgentRollout:
         rollout = AgentRollout(
-            Generator(self.engine, CHAT, EngineConfig(max_completion_tokens=64, **self.room)),
+            Generator(self.engine, self.chat, EngineConfig(**self.room)),
             tasks,
             self.config,
             endpoint=self.endpoint,
@@ -767,7 +769,7 @@ def test_an_agent_of_a_library_becomes_trajectories_and_may_be_killed(tmp_path: 
         return says(final if "Observation" in text else CALL)[len(says(begun, end=False)) :]
 
     world = World(say)
-    world.room = {"max_context": 1024}
+    world.room["max_context"] = 1024
     trajectory = whole(world.play(desk.agent))
     (second,) = trajectory.branches
     assert trajectory.rewards == {"reward": 1.0} and trajectory.num_turns == second.num_turns == 1

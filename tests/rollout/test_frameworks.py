@@ -55,7 +55,7 @@ def lenient(*replies: str, **config: Any) -> World:
         return world.reply[len(CHAT.encode(begun)) :]
 
     world = World(say, **config)
-    world.room = {"max_context": 4096}
+    world.room["max_context"] = 4096
     world.endpoint = RecordingEndpoint(EndpointConfig(lenient=True))
     return world
 

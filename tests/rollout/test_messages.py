@@ -240,6 +240,8 @@ def turn(role: str, *content: dict[str, Any]) -> dict[str, Any]:
 
 CALLED = turn("assistant", use("a"))
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+NO_BASE64 = {"type": "base64", "media_type": "image/png", "data": "%"}
+REFERENCE = {"type": "tool_reference", "tool_name": "later"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 0}, "temperature", "endpoint.lenient"),
     ({"top_k": 5}, "top_k", "endpoint.lenient"),
@@ -260,7 +262,27 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": ["x"]}, "messages[0]", "is not an object"),
     ({"messages": [{**ASKED, "role": "tool"}]}, "messages[0].role", "user, assistant, system"),
     ({"messages": [turn("user")]}, "messages[0].content", "a list of blocks"),
-    ({"messages": [turn("user", IMAGE)]}, "messages[0].content[0]", "only text is supported"),
+    ({"messages": [turn("user", IMAGE)]}, "messages", "the policy reads only text"),
+    (
+        {"messages": [turn("user", {**IMAGE, "source": {"type": "url", "url": "http://x"}})]},
+        "messages[0].content[0].source.type",
+        "cannot be 'url': the endpoint fetches no pictures",
+    ),
+    (
+        {"messages": [ASKED, CALLED, turn("user", result("a", [{**IMAGE, "source": NO_BASE64}]))]},
+        "messages[2].content[0].content[0].source.data",
+        "is not base64",
+    ),
+    (
+        {"messages": [ASKED, CALLED, turn("user", result("a", [{"type": "document"}]))]},
+        "messages[2].content[0].content[0]",
+        "is not a block of type text or image or tool_reference",
+    ),
+    (
+        {"messages": [ASKED, CALLED, turn("user", result("a", [REFERENCE]))]},
+        "messages[2].content[0].content[0]",
+        "tool_name is 'later', which no deferred tool has",
+    ),
     (
         {"messages": [ASKED, turn("assistant", {"type": "redacted_thinking", "data": "x"})]},
         "messages[1].content[0]",
@@ -299,6 +321,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [ASKED, turn("assistant", text("x"))]}, "messages", "nothing to answer"),
     ({"messages": [{**ASKED, "content": "long " * 5000}]}, "messages", "no reply fits"),
 ]
+
+
+def test_a_deferred_tool_is_described_where_a_result_refers_to_it() -> None:
+    later = {**OWN_TOOL, "name": "later", "defer_loading": True}
+    turns = [ASKED, CALLED, turn("user", result("a", [text("Found: "), REFERENCE]))]
+    before = read_messages({"messages": [ASKED], "tools": [OWN_TOOL]}, temperature=1.0)
+    found = read_messages({"messages": turns, "tools": [OWN_TOOL, later]}, temperature=1.0)
+    assert found.call.form == before.call.form and found.calls
+    described = {"type": "function", "function": {**FUNCTION, "name": "later"}}
+    assert found.call.history[2].message.content == f"Found: {json.dumps(described)}\n"
 
 
 def test_what_cannot_be_done_is_refused_in_anthropics_form() -> None:

@@ -38,6 +38,10 @@ class Speech:
         self.aborted = False
         self.routed_experts: list[Tensor] = []
         """The experts `[tokens, layers, k]` of every step, if the server records them."""
+        self.keep: Callable[[Tensor], Tensor] | None = None
+        """A function of the log-probabilities `[V]` that is True for the words to draw from."""
+        self.kept: list[list[int]] = []
+        """The words of every step among which `keep` let it draw."""
         self._cache = DynamicCache()
 
     @torch.no_grad()
@@ -50,6 +54,10 @@ class Speech:
         ).last_hidden_state
         logits = hidden[0, -1] @ (policy.model.lm_head.weight if head is None else head).T
         logp = (logits / (self.temperature or 1.0)).log_softmax(-1)
+        if self.keep is not None:
+            kept = self.keep(logp)
+            self.kept.append(kept.nonzero().squeeze(1).tolist())
+            logp = logp.masked_fill(~kept, -torch.inf).log_softmax(-1)
         noisy = logp + self.noise(len(self.context), len(logp)) if self.temperature else logp
         token = int(noisy.argmax())
         self.context.append(token)

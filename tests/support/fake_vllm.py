@@ -10,6 +10,7 @@ import copy
 import io
 import time
 from collections.abc import Awaitable, Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,18 @@ def _round_blocks(values: torch.Tensor, rows: int) -> torch.Tensor:
     return rounded.reshape(size)[:height, :width].reshape(values.shape).to(values.dtype)
 
 
+def kept_words(asked: Mapping[str, Any], logp: torch.Tensor) -> torch.Tensor:
+    """Return True for the words that vLLM draws from: by min-p, then top-k, then top-p."""
+    likely = logp.exp()
+    likely[likely < asked.get("min_p", 0) * likely.max()] = 0
+    order = likely.argsort(descending=True)
+    if asked.get("top_k", 0) > 0:
+        likely[order[asked["top_k"] :]] = 0
+    shares = likely[order] / likely.sum()
+    likely[order[shares.cumsum(0) - shares >= asked.get("top_p", 1)]] = 0
+    return likely > 0
+
+
 class FakeVllm(FakeServer):
     """A fake vLLM server on a socket in `folder`."""
 
@@ -95,6 +108,10 @@ class FakeVllm(FakeServer):
         self._path = folder / "fake"
         self._max_model_len = max_model_len
         self._raw = raw_logprobs
+        self.returns_masks = False
+        """With `--return-sampling-mask`. Requests then need a temperature and a top-k."""
+        self.confuses_masks = False
+        """True if each token has the mask of the one before it."""
         self._version = "default"
         self._cached: set[tuple[Any, ...]] = set()
         """Beginnings of contexts whose whole blocks are in the cache."""
@@ -218,8 +235,8 @@ class FakeVllm(FakeServer):
     async def _generate(self, body: Mapping[str, Any]) -> tuple[int, Any]:
         asked, context = body["sampling_params"], list(body["token_ids"])
         assert asked["ignore_eos"] and asked["logprobs"] == 0 and not asked["detokenize"]
-        if len(context) + asked["max_tokens"] > self._max_model_len:
-            return 400, {"error": {"message": "This model's maximum context length is exceeded"}}
+        if refusal := self._refusal(asked, len(context)):
+            return 400, {"error": {"message": refusal}}
         self.asked += 1
         salt = (body.get("model"),) if self.adapters else ()
         cached = max(
@@ -240,6 +257,7 @@ class FakeVllm(FakeServer):
             model = next(iter(self.adapters)) if self.confuses_adapters else model
             speech = _AdapterSpeech(speech.context, speech.temperature, speech.noise)
             speech.model = self.adapters[model]
+        speech.keep = partial(kept_words, asked) if "top_p" in asked or "top_k" in asked else None
         self.running[name] = speech
         due = time.monotonic() + self.pace(asked)
         said: list[tuple[int, float]] = []
@@ -273,6 +291,8 @@ class FakeVllm(FakeServer):
             },
             "weight_versions": spans,
         }
+        if self.returns_masks:
+            choice["sampling_mask"] = self._masks(speech)
         if self.recorder and speech.routed_experts:
             rows = torch.cat(speech.routed_experts)[asked.get("routed_experts_prompt_start", 0) :]
             file = io.BytesIO()
@@ -289,6 +309,18 @@ class FakeVllm(FakeServer):
             "choices": [choice],
             "usage": usage,
         }
+
+    def _refusal(self, asked: Mapping[str, Any], context: int) -> str:
+        if context + asked["max_tokens"] > self._max_model_len:
+            return "This model's maximum context length is exceeded"
+        if self.returns_masks and (asked["temperature"] <= 0 or asked.get("top_k", 0) <= 0):
+            return "sampling distribution replay requires temperature > 0 and top_k > 0"
+        return ""
+
+    def _masks(self, speech: Speech) -> list[list[int]]:
+        """Return the words among which each token was drawn, in no order."""
+        shift = speech.kept[:1] * self.confuses_masks
+        return [mask[::-1] for mask in [*shift, *speech.kept][: len(speech.kept)]]
 
     def cache(self, context: list[int], salt: tuple[Any, ...] = ()) -> None:
         ends = range(_BLOCK, len(context), _BLOCK)

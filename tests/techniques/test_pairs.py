@@ -58,6 +58,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "episode_filter": {"episode_filter.n": 2},
     "proxy": {"proxy.score": "even"},
     "distil": {"distil.teacher": "start"},
+    "estr": {"estr.tau": 0.04},
     "tree": {"schedule.group_size": 4},
     "majority": {"majority.least": 0.0},
     "hints": {"objective.placed": "anchor", "hints.shortest": 0.5},

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import ContextPiece, Fork, Group, Sampled, Task, Trajectory
-from unstale.research.techniques.search import Search, SearchConfig, role_of
+from unstale.research.techniques.search import OTHER, Search, SearchConfig, role_of
 from unstale.techniques.hooks import CreditContext
 
 TASK = Task("lock", "train", 0)
@@ -126,9 +127,77 @@ def test_the_best_of_a_search_is_above_the_best_of_independent_answers() -> None
     assert found == {"search": 0.67, "plain": 0.48}
 
 
+def agent(folder: Path, name: str, **options: Any) -> Search:
+    values = {"first": 1, "number": 7, "at_once": 1, "folder": str(folder), "node": name}
+    return Search(SearchConfig(**{**values, **options}))
+
+
+def test_an_answer_of_another_policy_is_a_place_of_the_tree(tmp_path: Path) -> None:
+    one, other = agent(tmp_path, "one"), agent(tmp_path, "other")
+    grown(one, [answer(0, "low", 0.0), answer(1, "high", 1.0)])
+    notes = set()
+    for seed in range(40):
+        (fork,) = grown(other, [replace(answer(3, "no", 0.0), seed=seed)])
+        notes |= {fork.note.partition("\n\n" + SearchConfig().requests[0])[0]} if fork else set()
+    earlier = "\n\nAn earlier answer was:\nno"
+    assert {note for note in notes if note.startswith(OTHER)} == {
+        f"{OTHER}high",
+        f"{OTHER}high\n\n{SearchConfig().requests[1]}",
+    }, "the best one of a round"
+    assert any(note.startswith(earlier) for note in notes)
+    said = Fork(3, 0, note=f"{OTHER}high\n\n{SearchConfig().requests[0]}")
+    nodes = [answer(3, "no", 0.0), answer(4, "a", 1.0, said), answer(5, "b", 0.0, said)]
+    context = replace(CONTEXT, metrics={})
+    (changed,) = other.reward([Group(TASK, tuple(nodes))], context)
+    assert [each.reward for each in changed.trajectories] == [0.0, 1.5, -0.5], "no parent's reward"
+    assert context.metrics["search/other_share"] == 1
+    (changed,) = other.reward([Group(TASK, tuple(nodes[:2]))], context)
+    assert changed.trajectories[1].reward == 1.0, "nothing to compare with"
+
+
+def best_of(search: Search, fixes: Sequence[int], seed: int) -> float:
+    """Return the best share of right positions in a group of 8. The policy repairs `fixes`."""
+    random = Random(seed)
+    nodes: list[Trajectory] = []
+    rounds: list[list[Trajectory]] = []
+    forks: Sequence[Fork | None] = (None,)
+    while forks:
+        rounds.append([])
+        for fork in forks:
+            text = ["b"] * POSITIONS
+            if fork is not None:
+                text = [*fork.note.split(" was:\n")[1][:POSITIONS]]
+            for place in fixes:
+                text[place] = "a" if text[place] == "a" else random.choice(WORDS)
+            node = answer(len(nodes), "".join(text), opened("".join(text)), fork)
+            nodes.append(replace(node, seed=seed * 100 + len(nodes)))
+            rounds[-1].append(nodes[-1])
+        forks = grown(search, *rounds)
+    return max(each.reward for each in nodes)
+
+
+def test_policies_with_different_skills_reach_more_in_a_common_tree(tmp_path: Path) -> None:
+    """One repairs the even positions, the other one the odd ones."""
+    found: dict[str, list[float]] = {"apart": [], "common": []}
+    for seed in range(40):
+        for name in found:
+            folder = tmp_path / f"{name}{seed}"
+            pair = [agent(folder / (who if name == "apart" else ""), who) for who in ("x", "y")]
+            even, odd = range(0, POSITIONS, 2), range(1, POSITIONS, 2)
+            best = [best_of(pair[0], even, seed), best_of(pair[1], odd, seed + 1000)]
+            found[name].append(max([*best, best_of(pair[0], even, seed + 2000)]))
+    means = {name: round(fmean(values), 2) for name, values in found.items()}
+    assert means == {"apart": 0.44, "common": 0.6}
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ({"search.folder": "x"}, "search.folder and search.node are given together"),
+        (
+            {"search.folder": "x", "search.node": "y", "deterministic": True},
+            "deterministic must be false with search.folder",
+        ),
         ({"search.first": 9}, "must be at most schedule.group_size"),
         ({"search.roles": " | "}, "search.roles must have a request"),
         ({"techniques": "search replay"}, "cannot be used with replay"),

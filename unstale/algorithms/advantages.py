@@ -1,15 +1,15 @@
 """Advantage estimators, which compare the reward of an episode or turn with other rewards.
 
 A function with the decorator `@estimator` is a value of the option `advantage.estimator`. It may
-also be in an imported file of the user, or have an entry point. It receives the groups of one batch
-and returns their trajectories with advantages, in the same order. A keyword-only parameter gets
-the value of the option of the same name in `advantage`. Each estimator calls a function of tensors
-only: `rewards [n]` and `group [n]`, where `group` has any integers.
+also be in a file of the user that the run imports, or be an entry point of another package. It
+receives the groups of one batch and returns their trajectories with advantages, in the same order.
+A keyword-only parameter gets the value of the option of the same name in `advantage`. Most
+estimators call a function of two tensors: `rewards [n]`, and `group [n]` with any integers.
 
 The reward of an episode is the sum of its named rewards, in float64. Failed episodes have no reward
 and are left out. Most estimators compare the episodes of one task. For these, an episode that is
-alone, or whose group has equal rewards, has advantage 0. An episode counts once, even if it has
-branches (further conversations). Each branch gets the advantage of its episode.
+alone in its group, or whose group has equal rewards, has advantage 0. An episode counts once, even
+if it has branches (further conversations). Each branch gets the advantage of its episode.
 
 If the policy has several roles in an episode, an episode counts once for each role. The reward of a
 role (`Trajectory.role_reward`) is compared with the same role's rewards in the other episodes of
@@ -29,8 +29,8 @@ from unstale.config.plugins import Plugins
 from unstale.records import Group, ScoredTrajectory, Trajectory
 
 EPSILON = 1e-6
-"""Added to a standard deviation before dividing by it, so that the divisor is never 0. Public GRPO
-implementations add the same number.
+"""A number that is added to a standard deviation before dividing by it, so that the divisor is
+never 0. Public GRPO implementations add the same number.
 """
 
 Estimator = Callable[..., list[ScoredTrajectory]]
@@ -42,7 +42,7 @@ ESTIMATORS: dict[str, Estimator] = {}
 def estimator(function: Function) -> Function:
     """Register a function as a value of the option `advantage.estimator`. Used as a decorator.
 
-    Raises ValueError if an estimator in another file has the same name.
+    Raises ValueError if a function in another file is registered with the same name.
     """
     name = function.__name__
     if ESTIMATORS.setdefault(name, function).__module__ != function.__module__:
@@ -53,9 +53,9 @@ def estimator(function: Function) -> Function:
 
 
 def find_estimator(name: str) -> Estimator:
-    """Return the advantage estimator with the name `name`, a value of `advantage.estimator`.
+    """Return the advantage estimator `name`, a value of the option `advantage.estimator`.
 
-    It is a registered function or an entry point of another package. Raises `ConfigError` if that
+    It is a registered function, or an entry point of another package. Raises `ConfigError` if that
     package is broken.
     """
     return ESTIMATORS.get(name) or Plugins("unstale.estimators", Callable).load(name)
@@ -63,18 +63,15 @@ def find_estimator(name: str) -> Estimator:
 
 @estimator
 def grpo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """GRPO: reward minus the group's mean, divided by the group's standard deviation.
-
-    arXiv 2402.03300, section 4.1.2.
-    """
+    """GRPO (arXiv 2402.03300): reward minus the group's mean, divided by the group's deviation."""
     return _score(groups, grpo_advantage(*_outcomes(groups)))
 
 
 @estimator
 def grpo_no_std(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """GRPO without the division by the standard deviation.
+    """GRPO without the division: the reward minus the group's mean.
 
-    The division gives groups whose rewards differ little a larger weight.
+    Dividing by the standard deviation gives groups whose rewards differ little a larger weight.
     """
     return _score(groups, grpo_advantage(*_outcomes(groups), std=False))
 
@@ -83,8 +80,8 @@ def grpo_no_std(groups: Sequence[Group]) -> list[ScoredTrajectory]:
 def dr_grpo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
     """Dr. GRPO (arXiv 2503.20783): the reward minus the group's mean, without a division.
 
-    The advantage equals that of `grpo_no_std`. Use it with `objective.loss_aggregation = constant`,
-    which completes the method.
+    The advantage equals that of `grpo_no_std`. To complete the method, set
+    `objective.loss_aggregation = constant`.
     """
     return grpo_no_std(groups)
 
@@ -93,18 +90,18 @@ def dr_grpo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
 def rloo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
     """RLOO (arXiv 2402.14740): the reward minus the mean reward of the group's other episodes.
 
-    This estimate of the policy gradient has no bias.
+    This gives an unbiased estimate of the policy gradient.
     """
     return _score(groups, rloo_advantage(*_outcomes(groups)))
 
 
 @estimator
 def rloo_first(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """RLOO whose baseline is the mean reward of the episodes with which the group began.
+    """RLOO with a baseline from first episodes: the mean reward of those that the group began with.
 
     Use it with a technique that adds episodes to a group because of the rewards of its first ones.
-    A mean over all episodes is then biased. With the mean of the first episodes, the gradient of
-    each task keeps its direction, and its size grows with the number of episodes. Without added
+    A mean over all episodes would then be biased. With the mean of the first episodes, the gradient
+    of each task keeps its direction, and its size grows with the number of episodes. Without added
     episodes the result equals `rloo`.
     """
     rewards, group = _outcomes(groups)
@@ -131,9 +128,9 @@ def reinforce_batch(
 ) -> list[ScoredTrajectory]:
     """REINFORCE++ (arXiv 2501.03262): rewards normalized over all episodes of the batch.
 
-    With `group_baseline` the mean of each group is subtracted first. With `by_tokens` each episode
-    is weighted by its number of sampled tokens in the batch's mean and deviation, otherwise all
-    weigh the same. `groups` must be all groups of the batch.
+    With `group_baseline`, the mean of each group is subtracted first. With `by_tokens`, the weight
+    of an episode in the batch's mean and deviation is its number of sampled tokens. Otherwise all
+    episodes have the same weight. `groups` must be all groups of the batch.
     """
     rewards, group = _outcomes(groups)
     lengths = _lengths(groups) if by_tokens else None
@@ -145,7 +142,7 @@ def reinforce_batch(
 def turn_level(
     groups: Sequence[Group], *, discount: float = 1.0, std: bool = True
 ) -> list[ScoredTrajectory]:
-    """One advantage per turn: the discounted sum of later rewards, normalized within the group.
+    """One advantage per turn: the discounted sum of its own and later rewards, normalized by group.
 
     A turn is one reply. The reward of a turn is its entry of `Trajectory.turn_rewards`, or 0
     without an entry. The last turn also gets the reward of the whole episode. `std` divides by the
@@ -184,9 +181,9 @@ def gae(
 ) -> list[ScoredTrajectory]:
     """GAE (arXiv 1506.02438): later rewards, compared with the forecasts of a critic.
 
-    The trainer has the critic and computes the advantages (`unstale.trainer.critic`), because it
-    has the weights. The advantages of this function are those for a critic that always forecasts 0:
-    each turn gets the discounted sum of its own and later rewards, also in a group of one episode.
+    The trainer has the critic, and computes the advantages (`unstale.trainer.critic`). This
+    function only gives the advantages of a critic that always forecasts 0: each turn gets the
+    discounted sum of its own and later rewards, also in a group of one episode.
     """
     _refuse_roles(groups, "gae")
     scored = []
@@ -204,10 +201,9 @@ def grpo_advantage(
     std: bool = True,
     epsilon: float = EPSILON,
 ) -> Float[Tensor, "n"]:
-    """Return `(reward - mean) / (deviation + epsilon)` with the mean and deviation of each group.
+    """Return `(reward - mean) / (deviation + epsilon)`, with the mean and deviation of each group.
 
-    Without `std` the result is `reward - mean`. The deviation is that of a sample, with divisor n -
-    1.
+    With `std` False, return `reward - mean`. The deviation is that of a sample (divisor n - 1).
     """
     index, count = _members(group)
     centred = _centre(rewards, index, count.to(rewards.dtype).reciprocal()[index])
@@ -218,7 +214,7 @@ def grpo_advantage(
 
 
 def rloo_advantage(rewards: Float[Tensor, "n"], group: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
-    """Return the reward minus the mean of the other rewards in its group.
+    """Return each reward minus the mean of the other rewards in its group.
 
     This equals `(reward - mean) * n / (n - 1)` in a group of n.
     """
@@ -230,11 +226,10 @@ def rloo_advantage(rewards: Float[Tensor, "n"], group: Int[Tensor, "n"]) -> Floa
 def rloo_first_advantage(
     rewards: Float[Tensor, "n"], group: Int[Tensor, "n"], *, first: Bool[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
-    """Return the reward minus the mean reward of the other episodes of its group that are in
-    `first`.
+    """Return each reward minus the mean reward of the other first episodes of its group.
 
-    `first` is True for the episodes with which the group began. An episode whose group has no other
-    such episode has advantage 0.
+    `first` marks the episodes with which the group began. An episode whose group has no other first
+    episode has advantage 0.
     """
     index, count = _members(group)
     lowest = rewards.new_full((len(count),), math.inf)
@@ -251,7 +246,7 @@ def rloo_first_advantage(
 def opo_advantage(
     rewards: Float[Tensor, "n"], group: Int[Tensor, "n"], *, lengths: Float[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
-    """Return the reward minus the group's mean, in which each reward is weighted by its `lengths`.
+    """Return each reward minus the mean of its group, weighted by `lengths`.
 
     The result is 0 in a group whose lengths are all 0.
     """
@@ -270,10 +265,10 @@ def batch_advantage(
 ) -> Float[Tensor, "n"]:
     """Return rewards normalized over the batch: `(x - mean) / sqrt(variance + epsilon)`.
 
-    x is the reward, or the reward minus its group's mean if `group` is given. `lengths` are weights
-    in the mean and the variance, which has the divisor n - 1. Where all rewards of a group are
-    equal (without `group`: of the batch) the result is 0. Such rewards carry no information, and
-    otherwise the weighted mean of x would move them away from 0.
+    x is the reward, or with `group` the reward minus its group's mean. `lengths` are weights in the
+    mean and the variance, which has the divisor n - 1. If all rewards of a group (without `group`:
+    of the batch) are equal, its results are 0. Otherwise the weighted mean of x would move such
+    rewards away from 0, although they carry no information.
     """
     whole = torch.zeros_like(rewards, dtype=torch.long)
     index = whole if group is None else _members(group)[0]
@@ -329,7 +324,7 @@ def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 class _Row(NamedTuple):
-    """The conversations of one role in one episode, which get one advantage."""
+    """All conversations of one role in one episode. They get one advantage."""
 
     group: int
     place: int
@@ -338,7 +333,7 @@ class _Row(NamedTuple):
 
 
 def _rows(groups: Sequence[Group]) -> list[_Row]:
-    """Return each role of each episode. Without roles, this is each episode."""
+    """Return a row for each role of each episode, or for each episode if there are no roles."""
     rows = []
     for index, group in enumerate(groups):
         for place, item in enumerate(group.trajectories):
@@ -355,9 +350,10 @@ def _refuse_roles(groups: Sequence[Group], name: str) -> None:
 
 
 def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
-    """Return the reward of each role of each episode, `[n]` in float64, and its comparison, `[n]`.
+    """Return the n rewards to compare, `[n]` in float64, and the number of each one's group, `[n]`.
 
-    The comparison is an integer, equal for the same role in the episodes of a group.
+    There is a reward for each role of each episode. Rewards of one role in one group are compared
+    with each other, so they have the same number.
     """
     for item in _trajectories(groups):
         if not math.isfinite(item.reward):
@@ -375,7 +371,7 @@ def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
 
 
 def _lengths(groups: Sequence[Group]) -> Tensor:
-    """Return the number of sampled tokens of each role of each episode, `[n]`."""
+    """Return the number of sampled tokens of each row of `_rows`, `[n]`."""
     lengths = [sum(each.num_sampled for each in row.conversations) for row in _rows(groups)]
     return torch.tensor(lengths, dtype=torch.float64)
 
@@ -383,8 +379,8 @@ def _lengths(groups: Sequence[Group]) -> Tensor:
 def turn_rewards(item: Trajectory) -> Float[Tensor, "turns"]:
     """Return the reward of each turn in float64. The last turn also gets the episode's reward.
 
-    Raises ValueError if `item.turn_rewards` has another length than the trajectory has turns, or if
-    a reward is not finite.
+    Raises ValueError if `item.turn_rewards` is neither empty nor one number for each turn, or if a
+    reward is not finite.
     """
     turns = item.num_turns
     rewards = item.turn_rewards or (0.0,) * turns
@@ -400,7 +396,7 @@ def turn_rewards(item: Trajectory) -> Float[Tensor, "turns"]:
 
 
 def _score(groups: Sequence[Group], advantage: Tensor) -> list[ScoredTrajectory]:
-    """Return every trajectory and its branches with the advantage of their role, in order."""
+    """Return every trajectory and its branches, in order, with the advantage of their role."""
     values = {
         (row.group, row.place, row.conversations[0].role): value
         for row, value in zip(_rows(groups), advantage.tolist(), strict=True)
@@ -414,7 +410,7 @@ def _score(groups: Sequence[Group], advantage: Tensor) -> list[ScoredTrajectory]
 
 
 def _members(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the group of each episode as a number 0, 1, ..., and the size of each group."""
+    """Return each episode's group as a number 0, 1, ..., and the size of each group."""
     _, index, count = group.unique(return_inverse=True, return_counts=True)
     return index, count
 
@@ -424,17 +420,14 @@ def _sum(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _centre(values: Tensor, index: Tensor, share: Tensor) -> Tensor:
-    """Subtract from each value the weighted mean of its group.
-
-    The weights `share` sum to 1 over a group.
-    """
+    """Subtract from each value its group's mean, with weights `share` that sum to 1 per group."""
     return values - _sum(share * values, index)[index]
 
 
 def _differs(values: Tensor, index: Tensor) -> Tensor:
     """Return True for values whose group has at least two different values.
 
-    Without this check, rounding errors in groups of equal rewards would become advantages.
+    For groups of equal rewards, rounding errors would otherwise become advantages.
     """
     size = int(index.max()) + 1 if len(index) else 0
     top = values.new_full((size,), -math.inf).scatter_reduce(0, index, values, "amax")

@@ -3,7 +3,7 @@
     true values:            log D     = old_logp - behavior_logp,    log S     = logp - old_logp
     with `prox` instead:    log D_hat = prox - behavior_logp,        log S_hat = logp - prox
 
-Here `prox` is the approximation. docs/old-logps.md has results. All tensors have one shape: packed
+`prox` is the approximation. docs/old-logps.md has results. All tensors have one shape: packed
 `[T]`, or padded `[B, T]` with a mask. An estimate is None if the data are too few or vary too
 little. Tokens of one sequence have correlated errors, so standard errors treat each sequence as one
 cluster.
@@ -19,37 +19,38 @@ from torch import Tensor
 from unstale.algorithms.corrections import renumber
 
 MIN_TOKENS = 100
-"""Smallest number of tokens to which `leaks` fits the shares of log S and log D that an
-approximation puts into the wrong ratio.
-"""
+"""Smallest number of tokens from which `leaks` makes estimates."""
 SIGNAL = 10.0
-"""A log-ratio is treated as constant if its standard deviation is less than this many times the
-numerical noise.
+"""A log-ratio counts as constant if its standard deviation is at most this many times the numerical
+noise of a log-probability.
 """
 ALIKE = 0.9999
-"""Largest correlation of log S and log D with which `leaks` fits both together. It could not
-separate the effects of more correlated log-ratios.
+"""Largest correlation of log S and log D with which `leaks` makes estimates. It could not separate
+the effects of log-ratios that are more correlated.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Log-probabilities of a batch for the audit, taken before the step's first update."""
+    """Log-probabilities of a batch's tokens for the audit, from before its first optimizer step."""
 
     prox: Float[Tensor, "*shape"]
-    """The approximation of `old_logp` that is audited."""
+    """The approximate `old_logp` that is compared with the true one."""
     old_logp: Float[Tensor, "*shape"]
     """The true old log-probability: the trainer's, with the weights that sampled the token."""
     logp: Float[Tensor, "*shape"]
     behavior_logp: Float[Tensor, "*shape"]
     lag: Int[Tensor, "*shape"]
-    """Number of batches that were trained on between sampling the token and training on it."""
+    """Number of batches that were trained on after the token was sampled and before its own."""
     sequence: Int[Tensor, "*shape"]
     sampled: Bool[Tensor, "*shape"]
     """True for sampled tokens whose true `old_logp` is known. All other tokens are ignored."""
 
     def flat(self) -> "Tokens":
-        """Return only the tokens to compare: tensors `[N]`, log-probabilities in float64."""
+        """Return only the tokens where `sampled` is True, as tensors `[N]`.
+
+        Log-probabilities are float64.
+        """
         where = self.sampled
         columns = (getattr(self, field.name)[where] for field in fields(self))
         return Tokens(
@@ -84,7 +85,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An estimate, its standard error, and the number of tokens that the estimate is based on.
+    """An estimate, its standard error, and the number of tokens from which it was made.
 
     The standard error is None if there are too few sequences.
     """
@@ -96,12 +97,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """The shares of log S and log D that an approximation of `old_logp` puts into the wrong ratio.
+    """How much of each true log-ratio an approximation of `old_logp` puts into the other log-ratio.
 
     The true ratios are S = pi / pi_old (staleness) and D = pi_old / mu (discrepancy). The
     approximation gives S_hat and D_hat. `staleness` is the share of log S that log D_hat contains.
     `discrepancy` is the share of log D that log S_hat contains. A share is None if there are too
-    few tokens, or if the log-ratio varies too little.
+    few tokens, or if its log-ratio varies too little.
     """
 
     staleness: Estimate | None
@@ -109,16 +110,16 @@ class Leaks:
 
 
 def decomposition_error(tokens: Tokens) -> Estimate | None:
-    """Return the mean of |prox - old_logp| over the sampled tokens.
+    """Return the mean of |prox - old_logp| over the sampled tokens. None without tokens.
 
-    This is the error of both approximate log-ratios, log D_hat and log S_hat. None without tokens.
+    This is the mean error of both approximate log-ratios, log D_hat and log S_hat.
     """
     flat = tokens.flat()
     return _ratio(flat.error.abs(), torch.ones_like(flat.error), flat.sequence)
 
 
 def error_by_lag(tokens: Tokens) -> dict[int, Estimate]:
-    """Return the mean absolute error of the approximated `old_logp`, by the lag of the tokens."""
+    """Return the mean absolute error of the approximated `old_logp`, by lag in batches."""
     flat = tokens.flat()
     estimates: dict[int, Estimate] = {}
     for lag in flat.lag.unique().tolist():
@@ -133,9 +134,9 @@ def error_by_lag(tokens: Tokens) -> dict[int, Estimate]:
 def error_ratio(one: Tokens, other: Tokens) -> Estimate | None:
     """Return the mean error of one approximation divided by that of another, on the same tokens.
 
-    None if the error of `other` is 0. The standard error is that of a ratio of paired values (delta
-    method): tokens that are difficult for both approximations do not increase it. Raises ValueError
-    if the numbers of tokens differ.
+    None if the error of `other` is 0. The standard error is that of a ratio of paired values, so
+    tokens that are difficult for both approximations do not increase it. Raises ValueError if the
+    numbers of tokens differ.
     """
     above = one.flat()
     below = other.flat()
@@ -147,18 +148,18 @@ def error_ratio(one: Tokens, other: Tokens) -> Estimate | None:
 
 
 def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
-    """Fit the staleness leak s and the discrepancy leak d on the tokens of lag 1 or more.
+    """Estimate which share of log S and of log D an approximation puts into the other log-ratio.
 
-    A leak is the share of a true log-ratio that the approximation `prox` puts into the other one.
-    The fit is by least squares with an intercept:
+    These shares, s and d, are fitted on tokens of lag 1 or more, by least squares with an
+    intercept:
 
         prox - old_logp = s * log S - d * log D
 
     `(s, d)` is (0, 0) for exact values, (0, 1) for the route `rollout`, (1, 0) for
     `current_recompute`, and (alpha, 1 - alpha) for log-linear interpolation with a constant alpha.
     `noise` is the standard deviation of `old_logp` between two ways of packing the same tokens. A
-    log-ratio that varies by less than `SIGNAL * noise` is left out of the fit, and its leak is
-    None. With fewer than `MIN_TOKENS` tokens both leaks are None.
+    log-ratio that varies by less than `SIGNAL * noise` is left out of the fit, and its share is
+    None. With fewer than `MIN_TOKENS` tokens both shares are None.
     """
     old = replace(tokens, sampled=tokens.sampled & (tokens.lag > 0)).flat()
     columns = {"staleness": old.log_s, "discrepancy": -old.log_d}
@@ -191,9 +192,9 @@ def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
 def factor_correlation(tokens: Tokens, *, noise: float = 0.0) -> float | None:
     """Return the correlation of the approximate log-ratios log D_hat and log S_hat.
 
-    They are `prox - behavior_logp` and `logp - prox`. The correlation is +1 for log-linear
-    interpolation with a constant 0 < alpha < 1. None if a log-ratio is constant, as for the routes
-    `rollout` and `current_recompute`, and for alpha 0 or 1.
+    The correlation is +1 for log-linear interpolation with a constant 0 < alpha < 1. It is None if
+    a log-ratio is constant, as for the routes `rollout` and `current_recompute`, and for alpha 0 or
+    1.
     """
     flat = tokens.flat()
     if _constant(flat.log_d_hat, noise) or _constant(flat.log_s_hat, noise):
@@ -207,11 +208,11 @@ def agreement(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> float | None:
-    """Return the F1 score of the decisions of a threshold on approximate ratios.
+    """Return how well decisions by approximate ratios agree with those by true ratios, as F1 score.
 
-    `with_prox` marks the tokens that the threshold drops or clips by the approximate ratios, and
-    `with_truth` those by the true ratios. Most tokens are in neither set and are not counted,
-    because their agreement would hide every difference. None if both sets are empty.
+    A decision is to drop or clip a token. `with_prox` marks the tokens with this decision by the
+    approximate ratios, `with_truth` those by the true ratios. Tokens in neither set do not count,
+    because they are most tokens and would hide every difference. None if both sets are empty.
 
     >>> a, b = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
     >>> agreement(a, b, sampled=torch.ones(4, dtype=torch.bool))
@@ -224,10 +225,7 @@ def agreement(
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:
-    """Return the sampled tokens of several batches, one batch after another, `[N]`.
-
-    Sequences of different batches get different numbers.
-    """
+    """Join the sampled tokens of several batches, `[N]`. Sequences get new numbers."""
     flats, first = [], 0
     for part in parts:
         flat = part.flat()
@@ -252,7 +250,6 @@ def _ratio(above: Tensor, below: Tensor, sequence: Tensor) -> Estimate | None:
 
 
 def _by_sequence(rows: Tensor, sequence: Tensor) -> Tensor:
-    """Add up the rows (one per token) of each sequence."""
     index, count = renumber(sequence)
     return rows.new_zeros(count, rows.shape[1]).index_add(0, index, rows)
 
@@ -263,5 +260,4 @@ def _constant(values: Tensor, noise: float) -> bool:
 
 
 def _correlation(one: Tensor, *other: Tensor) -> float:
-    """Return the correlation of two columns, or 0 if only one is given."""
     return torch.corrcoef(torch.stack([one, *other]))[0, 1].item() if other else 0.0

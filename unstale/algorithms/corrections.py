@@ -3,8 +3,8 @@
     pi / mu  =  D * S,    log D = old_logp - behavior_logp,    log S = logp - old_logp
 
 Functions take tensors of any one shape: packed `[T]`, or padded `[B, T]` with a mask. `sampled` is
-True for action tokens, which the policy sampled. Other tokens are ignored, whatever their values.
-Ids (`unit`, `sequence`) are any integers, such as hashes. D never carries a gradient: it corrects a
+True for tokens that the policy sampled. Other tokens are ignored, whatever their values. Ids
+(`unit`, `sequence`) are any integers, such as hashes. D never carries a gradient: it corrects a
 numerical difference, and the policy must not learn from that. D contains only numerical differences
 if `old_logp` is exact. If `old_logp` is an approximation, D also contains some staleness.
 
@@ -29,18 +29,18 @@ from unstale.config.algorithm import Aggregate, Unit
 from unstale.records import HAS_BEHAVIOR, nearest_rank
 
 LOG_LIMIT = 20.0
-"""Largest absolute log-ratio before `exp` is taken. e^20 = 4.9e8 is finite, and far above any
+"""Largest absolute log-ratio to which `exp` is applied. e^20 = 4.9e8 is finite, and far above any
 useful limit.
 """
 
 PROBABILITY_FLOOR = 1e-6
-"""Smallest probability in a binary KL, of the token and of all others. Without it, the float32
-rounding of a certain token to probability 1 would be an infinite divergence.
+"""Smallest probability in a binary KL (`binary_kl`). Without it, a token whose probability is
+rounded to 1 in float32 would have an infinite divergence.
 """
 
 
 class NonFinite(ValueError):
-    """Error: a value of a token that the policy sampled is NaN or infinite."""
+    """Error: a log-probability or other value of a sampled token is NaN or infinite."""
 
     def __init__(self, name: str, value: float, *, sequence: int, token: int, version: int) -> None:
         super().__init__(
@@ -51,16 +51,15 @@ class NonFinite(ValueError):
         self.value = value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle needs to copy the error: all arguments, not only the message."""
         place = {"sequence": self.sequence, "token": self.token, "version": self.version}
         return partial(type(self), self.name, self.value, **place), ()
 
 
 def has_behavior(provenance: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-    """Return True for tokens that an engine sampled in exactly the context that is recorded.
+    """Return True for tokens that an engine sampled in exactly the recorded context.
 
-    `provenance` has the values of `unstale.records.Provenance`. Only such tokens have a
-    `behavior_logp`.
+    Only such tokens have a `behavior_logp`. `provenance` has the values of
+    `unstale.records.Provenance`.
 
     >>> has_behavior(torch.tensor([0, 1, 2, 3, 4, 5])).int().tolist()
     [0, 1, 0, 0, 0, 1]
@@ -77,9 +76,9 @@ def check_finite(
 ) -> None:
     """Raise `NonFinite` at the first sampled token whose log-probability is NaN or infinite.
 
-    `logps` are tensors by name, with the shape of `sampled`. The message has the tensor's name, the
-    token's entry of `sequence` (such as an episode number), its position in that sequence and its
-    version. The call waits for the device.
+    `logps` are tensors by name, with the shape of `sampled`. The message has the tensor's name, and
+    the token's entry of `sequence` (such as an episode number), position in that sequence, and
+    version. On a GPU, the call waits for the device.
     """
     for name, values in logps.items():
         bad = (sampled & ~values.isfinite()).flatten().nonzero()
@@ -103,12 +102,12 @@ def unit_ids(
     version: Int[Tensor, "*shape"],
     sampled: Bool[Tensor, "*shape"],
 ) -> Int[Tensor, "*shape"]:
-    """Return the unit of each sampled token as a number 0, 1, ... in token order.
+    """Return the number of each sampled token's unit: 0, 1, ... in the order of the tokens.
 
-    A unit is a set of tokens over which ratios are aggregated. `turn` is one reply. `segment` is a
-    maximal run of one version in a reply. The tokens of a sequence must be adjacent. For a padded
-    batch, `sequence` is `arange(B)[:, None].expand(B, T)`. The result is -1 for tokens that were
-    not sampled.
+    A unit is a set of tokens over which ratios are aggregated: a token, a turn (one reply), a
+    segment (the tokens of one version in a reply), or a sequence. The tokens of a sequence must be
+    adjacent. For a padded batch, `sequence` is `arange(B)[:, None].expand(B, T)`. The result is -1
+    for tokens that were not sampled.
 
     >>> row, turn = torch.zeros(5, dtype=torch.int64), torch.tensor([-1, 0, 0, -1, 1])
     >>> version = torch.tensor([-1, 3, 4, -1, 4])
@@ -135,7 +134,9 @@ def unit_ids(
 
 
 def renumber(ids: Int[Tensor, "*shape"]) -> tuple[Int[Tensor, "n"], int]:
-    """Return the ids as numbers 0, 1, ... in sorted order, flattened, and how many ids differ.
+    """Number the different ids 0, 1, ... in sorted order.
+
+    Return these numbers, flattened, and their count.
 
     >>> renumber(torch.tensor([-7, 2**60, -7]))
     (tensor([0, 1, 0]), 2)
@@ -151,11 +152,12 @@ def aggregate(
     sampled: Bool[Tensor, "*shape"],
     how: Aggregate = "mean",
 ) -> Float[Tensor, "*shape"]:
-    """Aggregate log-ratios over units. Return for each token the aggregate of its unit.
+    """Aggregate log-ratios over units (sets of tokens). Return for each token its unit's aggregate.
 
-    Units are numbered as by `unit_ids`. None means that each token is a unit. `mean` is the log of
-    the geometric mean of the ratios, `sum` the log of their product, `max` the log-ratio farthest
-    from 0. The result is 0 for tokens that were not sampled. The call waits for the device once.
+    `unit` has the number of each token's unit, as from `unit_ids`. None means that each token is a
+    unit. `how` "mean" is the log of the geometric mean of the ratios, "sum" the log of their
+    product, and "max" the log-ratio farthest from 0. The result is 0 for tokens that were not
+    sampled. On a GPU, the call waits for the device once.
     """
     if unit is None:
         return torch.where(sampled, widen(log_ratio), 0.0)
@@ -201,10 +203,10 @@ def log_staleness(
 ) -> Float[Tensor, "*shape"]:
     """Return log S of each token's unit, with gradient 1 for the token's own `logp`.
 
-    S is the staleness ratio pi / pi_old, aggregated over the unit. The result is 0 for tokens that
+    S = pi / pi_old is aggregated over the unit (see `aggregate`). The result is 0 for tokens that
     were not sampled. Its `exp` is `sg(S_u) * exp(logp_t - sg(logp_t))`, where sg stops the
-    gradient. So the product over a unit of n tokens does not multiply the gradient by n
-    (GSPO-token, arXiv 2507.18071, eq. 14).
+    gradient. So a product over a unit of n tokens does not multiply the gradient by n (GSPO-token,
+    arXiv 2507.18071, eq. 14).
     """
     now = widen(logp)
     held = aggregate(now.detach() - widen(old_logp.detach()), unit, sampled=sampled, how=how)
@@ -212,17 +214,18 @@ def log_staleness(
 
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return `exp(log_ratio)`, with `log_ratio` limited to +-20 (`LOG_LIMIT`)."""
+    """Return `exp(log_ratio)`, after limiting `log_ratio` to +-20 (`LOG_LIMIT`)."""
     return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
 
 
 def binary_kl(
     logp: Float[Tensor, "*shape"], other_logp: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return KL(p, q) in nats between the distributions of {the token, any other token}.
+    """Return KL(p, q) in nats between two distributions over {the token, any other token}.
 
-    p is the probability of the token by `logp`, q that by `other_logp`: the KL is p log(p / q) + (1
-    - p) log((1 - p) / (1 - q)). p, q, 1 - p and 1 - q are at least `PROBABILITY_FLOOR`.
+    p = exp(`logp`) and q = exp(`other_logp`) are the token's probabilities. The KL is p log(p / q)
+    + (1 - p) log((1 - p) / (1 - q)). Each of the four probabilities is at least
+    `PROBABILITY_FLOOR`.
     """
     both = [widen(each) for each in (logp, other_logp)]
     p, q = (each.exp().clamp(min=PROBABILITY_FLOOR) for each in both)
@@ -233,9 +236,9 @@ def binary_kl(
 def two_way_kl(
     log_discrepancy: Float[Tensor, "*shape"], behavior_logp: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return the larger of the binary KLs from pi_old to mu and from mu to pi_old, in nats.
+    """Return the larger of `binary_kl` from pi_old to mu and from mu to pi_old, in nats.
 
-    `log_discrepancy` is that of each token, not aggregated. No gradient.
+    `log_discrepancy` is log(pi_old / mu) of each token, not aggregated. No gradient.
     """
     mu = widen(behavior_logp.detach())
     old = mu + log_discrepancy.detach()
@@ -252,21 +255,21 @@ def k3(
 
 DIVERGENCES = {"two_way_kl": two_way_kl, "k3": k3}
 """Divergences between pi_old and mu at a token, as functions of its log D and its `behavior_logp`.
-The key is the parameter by which a correction asks for the divergence.
+A correction mode gets a divergence by a parameter with the name that is the key.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CorrectionWeights:
-    """The result of a correction: a weight and a mask for the tokens, without gradient."""
+    """The result of a correction: a weight and a mask for each token, without gradient."""
 
     weight: Float[Tensor, "*shape"]
     """Factor on the loss of each kept token."""
     keep: Bool[Tensor, "*shape"]
     """False for tokens that the correction dropped, and for tokens that were not sampled."""
     weighted: bool = False
-    """True if `weight` contains the discrepancy D. A second weighting would count D twice and
-    raises ValueError.
+    """True if `weight` contains the discrepancy D. A second weighting by D then raises
+    ValueError.
     """
 
     @property
@@ -287,13 +290,13 @@ def mode(function: Function) -> Function:
 
 
 def keep_all(sampled: Bool[Tensor, "*shape"]) -> CorrectionWeights:
-    """Return the weights to pass to the first correction: all sampled tokens kept, weight 1."""
+    """Return the `CorrectionWeights` before any correction: all sampled tokens kept, weight 1."""
     return CorrectionWeights(weight=torch.ones(sampled.shape, device=sampled.device), keep=sampled)
 
 
 @mode
 def none(log_discrepancy: Float[Tensor, "*shape"], before: CorrectionWeights) -> CorrectionWeights:
-    """Change nothing. This is right if D is known to be 1, as with `old_logp = behavior_logp`."""
+    """Correct nothing. This is right if D is known to be 1, as with `old_logp = behavior_logp`."""
     return before
 
 
@@ -301,7 +304,7 @@ def none(log_discrepancy: Float[Tensor, "*shape"], before: CorrectionWeights) ->
 def mask(
     log_discrepancy: Float[Tensor, "*shape"], before: CorrectionWeights, *, low: float, high: float
 ) -> CorrectionWeights:
-    """Keep a token only if `low <= D <= high`, where D is the discrepancy of trainer and engine.
+    """Keep a token only if `low <= D <= high`, where D = pi_old / mu is the discrepancy.
 
     If D is aggregated by `mean`, a narrow range such as 1/1.005 to 1.005 is needed.
     """
@@ -316,12 +319,11 @@ def truncate(
     high: float,
     normalize: bool = False,
 ) -> CorrectionWeights:
-    """Weight each token by `min(D, high)`: truncated importance sampling.
+    """Weight each token by `min(D, high)`, where D = pi_old / mu: truncated importance sampling.
 
-    D is the discrepancy between trainer and engine. This is IMPALA's rho-bar (arXiv 1802.01561),
-    called TIS in LLM training. With `high = inf` the weight is D. `normalize` divides the weights
-    by their mean over kept tokens (self-normalized importance sampling). The tensors must then be
-    those of the whole batch.
+    This is IMPALA's rho-bar (arXiv 1802.01561), called TIS in LLM training. With `high = inf` the
+    weight is D. `normalize` divides the weights by their mean over kept tokens (self-normalized
+    importance sampling). The tensors must then be those of the whole batch.
     """
     if not high > 0:
         raise ValueError(f"high must be > 0, got {high}")
@@ -337,10 +339,10 @@ def clamp(
     high: float,
     normalize: bool = False,
 ) -> CorrectionWeights:
-    """Weight each token by D, limited to the range from `low` to `high`.
+    """Weight each token by D = pi_old / mu, limited to the range from `low` to `high`.
 
-    D is the discrepancy between trainer and engine. `truncate` is the same without a lower limit.
-    `normalize` divides the weights by their mean over kept tokens.
+    `truncate` does the same without a lower limit. `normalize` divides the weights by their mean
+    over kept tokens.
     """
     if not (0 <= low <= high and high > 0):
         raise ValueError(f"clamp needs 0 <= low <= high and high > 0, got {low} .. {high}")
@@ -357,10 +359,10 @@ def mask_weight(
     high: float,
     normalize: bool = False,
 ) -> CorrectionWeights:
-    """Weight a token by D if `low <= D <= high`, and drop it otherwise.
+    """Weight a token by D = pi_old / mu if `low <= D <= high`, and drop it otherwise.
 
-    D is the discrepancy between trainer and engine. The method is known as IcePop and as MIS (arXiv
-    2510.18855). `normalize` divides the weights by their mean over kept tokens.
+    The method is known as IcePop and as MIS (arXiv 2510.18855). `normalize` divides the weights by
+    their mean over kept tokens.
     """
     inside = _inside(log_discrepancy, low=low, high=high)
     return _weight_inside(log_discrepancy, before, inside, normalize=normalize)
@@ -375,11 +377,12 @@ def kpop(
     kl_limit: float,
     normalize: bool = False,
 ) -> CorrectionWeights:
-    """Weight a token by D if its two-way KL is at most `kl_limit`, and drop it otherwise.
+    """Weight a token by D = pi_old / mu if a KL is at most `kl_limit`, and drop it otherwise.
 
-    KPop (ringtech.notion.site/kpop): `mask_weight` with another region. The KL is between the
-    distributions of {the token, any other token} of pi_old and mu, the larger of both directions. A
-    limit on it allows large ratios of rare tokens and small ones of likely tokens.
+    This is KPop (ringtech.notion.site/kpop). The KL is between the distributions of pi_old and mu
+    over {the token, any other token}, the larger of both directions (`two_way_kl`). A limit on it
+    allows large ratios of rare tokens, but only small ones of likely tokens. `normalize` divides
+    the weights by their mean over kept tokens.
     """
     inside = two_way_kl <= kl_limit
     return _weight_inside(log_discrepancy, before, inside, normalize=normalize)
@@ -393,9 +396,10 @@ def k3_mask(
     k3: Float[Tensor, "*shape"],
     kl_limit: float,
 ) -> CorrectionWeights:
-    """Keep a token only if D - 1 - log D is at most `kl_limit`.
+    """Keep a token only if D - 1 - log D is at most `kl_limit`, where D = pi_old / mu.
 
-    Its mean over a sequence estimates KL(mu, pi_old) per token (joschu.net/blog/kl-approx.html).
+    The mean of this over a sequence estimates KL(mu, pi_old) per token
+    (joschu.net/blog/kl-approx.html).
     """
     return replace(before, keep=before.keep & (k3 <= kl_limit))
 
@@ -407,12 +411,11 @@ def veto(
     sequence: Int[Tensor, "*shape"],
     below: float,
 ) -> CorrectionWeights:
-    """Drop each sequence that has a sampled token with a discrepancy below `below`; 0 drops none.
+    """Drop each sequence in which a sampled token's D = pi_old / mu is below `below`. 0 drops none.
 
-    The discrepancy is D = exp(old_logp - behavior_logp). `log_discrepancy` is per token, not
-    aggregated. Tokens that an earlier correction dropped count, too. One token that the trainer
-    finds impossible shows that engine and trainer had different contexts, which affects the whole
-    sequence.
+    `log_discrepancy` is log D per token, not aggregated. Tokens that an earlier correction dropped
+    count, too. One token that is nearly impossible for the trainer shows that engine and trainer
+    had different contexts, which affects the whole sequence.
     """
     if not 0 <= below <= 1:
         raise ValueError(f"below must be between 0 and 1, got {below}")
@@ -430,12 +433,12 @@ def cap_ratio(
     sampled: Bool[Tensor, "*shape"],
     high: float,
 ) -> Float[Tensor, "*shape"]:
-    """Return the factor on each token's loss that limits pi / mu to `high`: min(1, high mu / pi).
+    """Return a factor on each token's loss that limits pi / mu to `high`: min(1, high mu / pi).
 
-    pi / mu is the product of the discrepancy D and the staleness ratio S. Together with a weight D
-    and a loss in S A, the token's advantage A is then multiplied by `min(D S, high)`. This is
-    V-trace's rho-bar (arXiv 1802.01561) on the whole ratio. The factor has no gradient, and is 1
-    for tokens that were not sampled.
+    pi / mu is the product of D = pi_old / mu and S = pi / pi_old. Together with a weight D and a
+    loss in S A, the token's advantage A is then multiplied by `min(D S, high)`. This is V-trace's
+    rho-bar (arXiv 1802.01561) on the whole ratio. The factor has no gradient, and is 1 for tokens
+    that were not sampled.
     """
     if not high > 0:
         raise ValueError(f"high must be > 0, got {high}")
@@ -452,9 +455,9 @@ def summary(
 ) -> dict[str, float]:
     """Return metrics of a correction: weights, kept shares, and percentiles of log D and log S.
 
-    D is the discrepancy between trainer and engine, S the staleness ratio. Percentiles (nearest
-    rank) keep the sign. Shares and means are over all sampled tokens, including dropped ones. Empty
-    without sampled tokens.
+    D = pi_old / mu is the discrepancy, and S = pi / pi_old the staleness ratio. Percentiles
+    (nearest rank) keep the sign. Shares and means are over all sampled tokens, including dropped
+    ones. Empty without sampled tokens.
     """
     if not sampled.any():
         return {}
@@ -479,13 +482,13 @@ def divergence(
     sequence: Int[Tensor, "*shape"],
     sampled: Bool[Tensor, "*shape"],
 ) -> dict[str, float]:
-    """Return estimates of the divergence between the trainer (`old_logp`) and the engine.
+    """Return metrics of the divergence between the trainer (`old_logp`) and the engine.
 
-    `kl_k1` and `kl_k3` estimate KL(mu || pi_old), where mu is the engine
-    (joschu.net/blog/kl-approx.html). `chi2` is E[D^2] - 1, per token and for the product over a
-    sequence. It can be negative on a finite sample. A log-perplexity is the mean of -logp over a
-    sequence; `diff` is the trainer's minus the engine's. Sequences have equal weights. Empty
-    without sampled tokens.
+    `kl_k1` and `kl_k3` estimate KL(mu || pi_old), where mu is the engine's policy
+    (joschu.net/blog/kl-approx.html). `chi2` estimates E[D^2] - 1 with D = pi_old / mu, per token
+    and for the product over a sequence. It can be negative on a finite sample. A log-perplexity is
+    the mean of -logp over a sequence, and `diff` is the trainer's minus the engine's. Sequences
+    have equal weights. Empty without sampled tokens.
     """
     if not sampled.any():
         return {}
@@ -512,7 +515,7 @@ def divergence(
 
 
 def widen(values: Tensor) -> Tensor:
-    """Return `values` in float64 if that is their dtype, otherwise in float32."""
+    """Return `values` in float32, or unchanged if they are float64."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -529,7 +532,6 @@ def _inside(log_ratio: Tensor, *, low: float, high: float) -> Tensor:
 def _weight_inside(
     log_discrepancy: Tensor, before: CorrectionWeights, inside: Tensor, *, normalize: bool
 ) -> CorrectionWeights:
-    """Weight the tokens of the mask `inside` by D, and drop the others."""
     weight = torch.where(inside, bounded_exp(log_discrepancy.detach()), 0.0)
     kept = replace(before, keep=before.keep & inside)
     return _add_weight(kept, weight, normalize=normalize)

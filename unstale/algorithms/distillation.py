@@ -1,8 +1,8 @@
 """Divergences of a policy from a teacher, for on-policy distillation.
 
-Functions of log-probabilities over a whole vocabulary, `[*shape, V]`. The gradient is with respect
-to the policy. The teacher has none. A sampled token needs no vocabulary: its estimate of the
-reverse KL is the advantage `reverse_advantage`.
+The functions take log-probabilities over a whole vocabulary, `[*shape, V]`. The gradient is with
+respect to the policy. The teacher has none. `reverse_advantage` needs only the log-probabilities of
+sampled tokens.
 """
 
 import math
@@ -12,17 +12,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 MIXTURES = {"forward": 0.0, "reverse": 1.0}
-"""For each divergence, by name: the weight `beta` with which `mixed_divergence` computes it."""
+"""The divergences by name, each as the `beta` with which `mixed_divergence` computes it."""
 
 
 def reverse_advantage(
     logp: Float[Tensor, "*shape"], teacher_logp: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return log q - log p of each token, without gradient: p is the policy, q the teacher.
+    """Return log q - log p of each token, where p is the policy and q the teacher.
 
-    As the advantage of tokens that mu sampled, with the ratio p / mu, its policy gradient is minus
-    the gradient of KL(p || q) in expectation. `logp` must be that of the policy whose gradient is
-    taken, not an older one.
+    The result has no gradient. With this advantage and the importance ratio p / mu, the policy
+    gradient on tokens that mu sampled is minus the gradient of KL(p || q), in expectation. `logp`
+    must be that of the policy whose gradient is taken, not an older one.
     """
     return teacher_logp - logp.detach()
 
@@ -32,11 +32,10 @@ def mixed_divergence(
 ) -> Float[Tensor, "*shape"]:
     """Return the generalised Jensen-Shannon divergence of two distributions, in nats.
 
-    With the policy p, the teacher q and m = beta q + (1 - beta) p it is
-    beta KL(q || m) + (1 - beta) KL(p || m) (arXiv 2306.13649, eq. 1). At the ends it is 0, and the
-    limits of its slope take its place: KL(q || p) for beta 0, KL(p || q) for beta 1. A token that
-    is impossible under the teacher makes KL(p || q) infinite. Raises ValueError unless beta is from
-    0 to 1.
+    With the policy p, the teacher q and m = beta q + (1 - beta) p it is beta KL(q || m) + (1 -
+    beta) KL(p || m) (arXiv 2306.13649, eq. 1). For beta 0 and 1 this would be 0, so these give KL(q
+    || p) and KL(p || q) instead. A token that is impossible under the teacher makes KL(p || q)
+    infinite. Raises ValueError unless beta is from 0 to 1.
     """
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must be from 0 to 1, got {beta}")

@@ -1,4 +1,4 @@
-"""The effective horizon of a small task: how far its random policy is from the best one.
+"""The effective horizon of a small task: how hard its best policy is to find by random episodes.
 
 Q^1 is the expected return of each action if all later actions are random, and Q^(k + 1) = r + max
 Q^k of the next step. The task has the depth k if each policy that is greedy with respect to Q^k is
@@ -17,11 +17,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 END = -1
-"""The next state of an action that ends the episode."""
+"""The number in `Tabular.next_state` for an action that ends the episode."""
 TOLERANCE = 1e-9
-"""Returns count as equal if they differ by less than this share of the largest return."""
+"""Values count as equal if they differ by less than this share of the largest absolute value."""
 MISTAKE = 0.5
-"""Probability with which `EffectiveHorizon.rollouts` may be too few."""
+"""Allowed probability that `EffectiveHorizon.rollouts` random episodes do not find the best
+actions.
+"""
 
 Values = Float[Tensor, "steps states actions"]
 
@@ -31,10 +33,10 @@ class Tabular:
     """A deterministic task as arrays. Each state has the same number of actions."""
 
     next_state: Int[Tensor, "states actions"]
-    """The state after each action, or `END`."""
+    """The state to which each action in each state leads, or `END`."""
     reward: Float[Tensor, "states actions"]
     num_steps: int
-    """The largest number of actions in an episode, T."""
+    """T: the largest number of actions in an episode."""
     start: int = 0
 
     def __post_init__(self) -> None:
@@ -60,41 +62,44 @@ class Tabular:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveHorizon:
-    """The difficulty of finding the best policy of a task from random episodes."""
+    """How hard it is to find the best policy of a task from random episodes.
+
+    A is the number of actions in a state, and T the largest number of actions in an episode.
+    """
 
     depth: int
-    """k: the number of actions that must be looked at together."""
+    """k: the number of successive actions that must be compared together."""
     gap: float
-    """The smallest difference between the values Q^k of the best action and of the next best one,
-    over the states of greedy policies. Infinite if all actions are equally good everywhere.
+    """The smallest difference of Q^k between the best and the next best action, over all states
+    that greedy policies visit. Infinite if all actions are equally good everywhere.
     """
     rollouts: int
-    """m: the number of random episodes after each sequence of k actions with which a best action is
-    found in all T steps, with a probability of at least 1/2. It is an upper bound (Bernstein's
+    """m: a number of random episodes after each sequence of k actions that is enough to find a best
+    action in all T steps, with a probability of at least 1/2. It is an upper bound (Bernstein's
     inequality).
     """
     episodes: int
-    """T A^k m: the random episodes in total."""
+    """T A^k m: the number of random episodes in total."""
     effective: float
     """k + log_A m: the effective horizon."""
     random_return: float
-    """The expected return of random actions."""
+    """The expected return of a policy that chooses all actions at random."""
     best_return: float
     """The return of the best policy."""
 
 
 def random_values(task: Tabular) -> Values:
-    """Return Q^1: the expected return of each action, if all later actions are random."""
+    """Return Q^1: the expected return of each action in each step, if later ones are random."""
     return _values(task, lambda values: values.mean(-1))
 
 
 def optimal_values(task: Tabular) -> Values:
-    """Return Q*: the return of each action, if all later actions are optimal."""
+    """Return Q*: the return of each action in each step, if later ones are optimal."""
     return _values(task, lambda values: values.amax(-1))
 
 
 def back_up(task: Tabular, values: Values) -> Values:
-    """Return r + max of `values` in the next step: one step of Q-iteration."""
+    """Do one step of Q-iteration: return the reward plus the best of the next step's `values`."""
     return torch.stack(
         [
             task.reward.double() + _of_next(task, later.amax(-1) if later is not None else None)
@@ -149,9 +154,7 @@ def _values(task: Tabular, reduce: Callable[[Tensor], Tensor]) -> Values:
 
 
 def _of_next(task: Tabular, of_state: Tensor | None) -> Float[Tensor, "states actions"]:
-    """Return, for each action, the value `of_state` of its next state. 0 after the end of an
-    episode.
-    """
+    """Return the value `of_state` of the state after each action. 0 if the episode has ended."""
     if of_state is None:
         return torch.zeros(task.reward.shape, dtype=torch.float64)
     return torch.where(task.next_state == END, 0.0, of_state[task.next_state.clamp(min=0)])
@@ -172,8 +175,9 @@ def _visited(
 def _rollouts(task: Tabular, gaps: Float[Tensor, "steps states"], *, depth: int) -> int:
     """Return m, the number of random episodes after each sequence of `depth` actions.
 
-    With m, all means are wrong by less than half of their gap with a probability of at least 1/2.
-    `gaps` are the differences of Q^k between the best action and the next best one.
+    `gaps` are the differences of Q^k between the best action and the next best one. With m
+    episodes, a mean return is wrong by less than half of its gap, for all means with a probability
+    of at least 1/2.
 
     Bernstein's inequality: a mean of m returns with variance v in a range R is wrong by e with a
     probability of at most 2 exp(-m e^2 / (2 v + 2 R e / 3)). All T A^k means must be right.
@@ -191,11 +195,9 @@ def _rollouts(task: Tabular, gaps: Float[Tensor, "steps states"], *, depth: int)
 def _spread(
     task: Tabular, depth: int
 ) -> tuple[Float[Tensor, "steps states"], Float[Tensor, "steps states"]]:
-    """Return, for each step and state, the largest variance and range of the return.
+    """Return the largest variance and range of the return, for each step and state.
 
-    They are the largest over all sequences of `depth` actions.
-
-    The later actions are random, the first ones are not.
+    They are the largest over all sequences of `depth` actions. Later actions are random.
     """
     reward = task.reward.double()
     mean: Tensor | None = None

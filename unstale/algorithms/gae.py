@@ -1,8 +1,8 @@
 """Generalised advantage estimation (GAE) and the loss of its critic, as functions of tensors.
 
 An action is one sampled token, or one turn. The critic forecasts the discounted rewards from each
-action on, from the tokens before it. Text that the policy did not sample lies between actions, and
-takes no time. Tensors are `[T]`, with packed sequences end to end, or `[n]` with one entry for each
+action on, from the tokens before it. Text between actions that the policy did not sample is not
+discounted. Tensors are `[T]`, with packed sequences end to end, or `[n]` with one entry for each
 action.
 """
 
@@ -18,8 +18,9 @@ def action_starts(
     sequence: Int[Tensor, "T"],
     over: str,
 ) -> Bool[Tensor, "T"]:
-    """Return True for the first token of each action: of each turn if `over` is `turn`, otherwise
-    every sampled token.
+    """Return a mask `[T]` of the first token of each action.
+
+    An action is a turn if `over` is "turn", and otherwise a sampled token.
     """
     if over == "token":
         return sampled
@@ -39,9 +40,10 @@ def gae_advantage(
 ) -> Float[Tensor, "n"]:
     """Return the advantage of each action (arXiv 1506.02438, equation 16), in float64.
 
-    With the error `delta_k = r_k + discount * V_{k+1} - V_k`, it is `A_k = delta_k + discount *
-    lam * A_{k+1}`. V is 0 after the last action of a sequence. The advantage plus V is the target
-    of a forecast. With `lam` 1 the target is the discounted sum of rewards, whatever the forecasts.
+    `values` V are the critic's forecasts. With the error `delta_k = r_k + discount * V_{k+1} -
+    V_k`, the advantage is `A_k = delta_k + discount * lam * A_{k+1}`. V is 0 after the last action
+    of a sequence. The advantage plus V is the target to which the critic is trained. With `lam` 1
+    the target is the discounted sum of rewards, whatever the forecasts.
 
     >>> ones = torch.ones(3, dtype=torch.float64)
     >>> whole = torch.zeros(3, dtype=torch.long)
@@ -73,9 +75,9 @@ def value_loss(
 ) -> Float[Tensor, "n"]:
     """Return half of the squared error of each forecast, with PPO's clipping of values.
 
-    A forecast that has moved from `before`, its value at the start of the batch, by more than
-    `clip` has the larger error of itself and of `before` plus or minus `clip`. With `clip` 0 no
-    forecast is clipped.
+    `before` are the forecasts at the start of the batch. If a forecast has moved from them by more
+    than `clip`, its loss is the larger one of the forecast itself and of `before` plus or minus
+    `clip`. With `clip` 0 no forecast is clipped.
     """
     error = (value - target).square()
     if clip:

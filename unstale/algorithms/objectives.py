@@ -4,7 +4,7 @@
 
 Functions take tensors of any one shape: packed `[T]` or padded `[B, T]`. An objective receives log
 S from `corrections.log_staleness`: the value of the token's unit, with gradient 1 for the token's
-own log-probability. It also receives the advantage of each token. `sampled` is the mask of tokens
+own log-probability. It also receives the advantage A of each token. `sampled` is the mask of tokens
 that the policy sampled. With it, the advantages of other tokens may be anything, even NaN. Without
 it, all advantages must be finite. Weights, masks and `norm` carry no gradient. Compute `norm` once
 on the whole batch. The losses of its micro-batches then sum to the loss of the batch.
@@ -31,16 +31,17 @@ from unstale.config.algorithm import LossAggregation
 
 
 class Surrogate(NamedTuple):
-    """The loss of each token before weights are applied, and where its ratio is beyond a limit.
+    """The loss of each token before weights are applied, and masks of clipped tokens.
 
-    Beyond a limit, the loss of most objectives does not change with the ratio.
+    A token is clipped if its ratio S = pi / pi_old is beyond a limit of the objective. Its loss
+    then mostly does not change with S.
     """
 
     loss: Tensor
     clipped_low: Tensor
-    """True where the staleness ratio S is below the lower limit of the objective."""
+    """True where S is below the lower limit of the objective."""
     clipped_high: Tensor
-    """True where the staleness ratio S is above the upper limit of the objective."""
+    """True where S is above the upper limit of the objective."""
 
     @property
     def clipped(self) -> Tensor:
@@ -82,8 +83,8 @@ def dual_clip(  # noqa: PLR0913 - two clips
     """PPO's clipped loss, limited to `dual_clip * |A|` where the advantage A is negative.
 
     Without this limit (arXiv 1912.09729) the loss is unbounded for a token with A < 0 whose
-    probability grew. `dual_clip` is a limit above 1 on the staleness ratio pi / pi_old. Raises
-    ValueError otherwise.
+    probability grew. It means that S = pi / pi_old counts as at most `dual_clip` there. Raises
+    ValueError unless `dual_clip` is above 1.
     """
     if not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1 (1 stops fresh tokens too), got {dual_clip}")
@@ -107,7 +108,7 @@ def gspo(
     """GSPO: PPO's clipped loss on the mean ratio of a sequence (arXiv 2507.18071, eq. 13).
 
     The clip is narrow, because a mean ratio varies little. `log_staleness` must be aggregated over
-    `sequence` by `mean`. The paper divides the loss by `sequence_mean`.
+    the unit `sequence` by `mean`. The paper averages the loss by `sequence_mean` (`token_norm`).
     """
     return ppo_clip(
         log_staleness, advantage, sampled=sampled, clip_low=clip_low, clip_high=clip_high
@@ -125,9 +126,9 @@ def cispo(
     """CISPO: -sg(clip(S, 1 - clip_low, 1 + clip_high)) A log pi, so clipped tokens keep a gradient.
 
     S is the staleness ratio pi / pi_old, A the advantage, and sg stops the gradient (arXiv
-    2506.13585, eq. 4). Here log S takes the place of log pi. The two differ by the constant
-    `old_logp`: the gradient is the same, and the loss of fresh tokens is 0. The paper uses
-    `clip_low = 1`, which sets no lower limit.
+    2506.13585, eq. 4). The code has log S in place of log pi. The two differ by the constant
+    `old_logp`, so the gradient is the same, and the loss is 0 where S = 1. The paper uses `clip_low
+    = 1`, which sets no lower limit.
     """
     advantage = _of_actions(advantage, sampled)
     ratio = bounded_exp(log_staleness.detach())
@@ -147,8 +148,8 @@ def sapo(
 
     From soft adaptive policy optimization (arXiv 2511.20347). S is the staleness ratio pi / pi_old,
     A the advantage, and tau is `tau_pos` where A > 0, else `tau_neg`. At S = 1 the gradient is that
-    of -S A. It becomes smaller on both sides of 1, faster for a greater tau. The paper divides the
-    loss by `sequence_mean`. Raises ValueError if a tau is not > 0.
+    of -S A. It becomes smaller on both sides of 1, faster for a greater tau. The paper averages the
+    loss by `sequence_mean` (`token_norm`). Raises ValueError if a tau is not > 0.
     """
     if not (tau_pos > 0 and tau_neg > 0):
         raise ValueError(f"tau_pos and tau_neg must be > 0, got {tau_pos} and {tau_neg}")
@@ -167,7 +168,7 @@ def dro(
 ) -> Surrogate:
     """DRO: -(A log S - dro_beta / 2 (log S)^2), which fits `dro_beta` log S to the advantage A.
 
-    S is the staleness ratio pi / pi_old; in the papers it is the ratio of a whole sequence (unit
+    S is the staleness ratio pi / pi_old. In the papers it is the ratio of a whole sequence (unit
     `sequence`, aggregated by `sum`). From direct reward optimization (arXiv 2405.19107) and arXiv
     2501.12599. The loss plus A^2 / (2 dro_beta) is (A - dro_beta log S)^2 / (2 dro_beta). No
     importance weight is needed: the gradient of a token is its score times `dro_beta log S - A`.
@@ -185,8 +186,8 @@ def kl_penalty(
 ) -> Surrogate:
     """PPO with a KL penalty instead of a clip: -(S A - (kl_penalty / 2) * (log S)^2).
 
-    S is the staleness ratio pi / pi_old and A the advantage. See arXiv 1707.06347, section 4; (log
-    S)^2 / 2 is the k2 estimator of the KL.
+    S is the staleness ratio pi / pi_old and A the advantage. See arXiv 1707.06347, section 4. (log
+    S)^2 / 2 is the k2 estimator of the KL divergence.
     """
     gain = bounded_exp(log_staleness) * _of_actions(advantage, sampled)
     return _unclipped(kl_penalty / 2 * log_staleness.square() - gain)
@@ -206,7 +207,7 @@ def dppo(  # noqa: PLR0913 - two limits
     """DPPO: -S A, without gradient where pi is too far from pi_old and A moves it further away.
 
     S is the staleness ratio pi / pi_old of the token and A the advantage. The distance is a
-    divergence between the two-event distributions {the token, any other token} of pi_old and pi:
+    divergence between the distributions of pi_old and pi over {the token, any other token}:
     |pi - pi_old| (`tv`) or KL(pi_old, pi) in nats (`kl`). A token with A > 0 is stopped if it
     became likelier by more than `divergence_high`, one with A < 0 if it became less likely by more
     than `divergence_low`. Its loss is then 0. `kl_tau` (log S)^2 is added to every token's loss,
@@ -236,11 +237,12 @@ def vespo(  # noqa: PLR0913 - two pairs of constants
 ) -> Surrogate:
     """VESPO: -sg(W^k exp(lambda (1 - W))) A log pi, a soft weight of a whole sequence.
 
-    W is the product of a sequence's staleness ratios: `log_staleness` must be aggregated over
-    `sequence` by `sum`. k and lambda are those of `_pos` where the advantage A >= 0, else those of
-    `_neg`; sg stops the gradient. The weight is 1 at W = 1 and vanishes on both sides. Here log S
-    takes the place of log pi, as in `cispo`. See arXiv 2602.10693, whose W is pi / mu, with c1 = k
-    and c2 = lambda. The paper has no division by lengths.
+    W is the product of a sequence's staleness ratios: `log_staleness` must be aggregated over the
+    unit `sequence` by `sum`. k and lambda are `vespo_k_pos` and `vespo_lambda_pos` where the
+    advantage A >= 0, else `vespo_k_neg` and `vespo_lambda_neg`. sg stops the gradient. The weight
+    is 1 at W = 1 and vanishes on both sides. The code has log S in place of log pi, as in `cispo`.
+    See arXiv 2602.10693, whose W is pi / mu, with c1 = k and c2 = lambda. The paper does not divide
+    by lengths.
     """
     advantage = _of_actions(advantage, sampled)
     log_w = log_staleness.detach().clamp(-LOG_LIMIT, LOG_LIMIT)
@@ -263,7 +265,7 @@ def drpo(
     """DRPO: -(S A - |A| / (2 drpo_delta) pi_old (S - 1)^2), a smooth form of `dppo`.
 
     S is the staleness ratio pi / pi_old of the token and A the advantage. The gradient of a token's
-    logp is that of -S A times 1 - sign(A) (pi - pi_old) / drpo_delta: it fades as A moves the
+    logp is that of -S A times 1 - sign(A) (pi - pi_old) / drpo_delta. So it fades as A moves the
     token's probability away from pi_old, is 0 at a change of `drpo_delta`, and points back beyond.
     See arXiv 2606.09821, eq. 8, whose pi_old is the engine's policy mu.
     """
@@ -287,9 +289,10 @@ def vaco(
     """VACO's filter: -S A, without gradient where A moves a token of a far sequence further away.
 
     S is the staleness ratio pi / pi_old of the token and A the advantage. A sequence is far if the
-    mean of |S - 1| over its sampled tokens is above `vaco_delta`; half of that mean estimates the
-    total variation between pi_old and pi. Tokens with A log S > 0 then have the loss 0. See arXiv
-    2603.01365, whose pi_old is the engine's policy mu; open-instruct takes the mean per sequence.
+    mean of |S - 1| over its sampled tokens is above `vaco_delta`. Half of that mean estimates the
+    total variation between pi_old and pi. In a far sequence, tokens with A log S > 0 have the loss
+    0. See arXiv 2603.01365, whose pi_old is the engine's policy mu. open-instruct takes the mean
+    per sequence.
     """
     advantage = _of_actions(advantage, sampled)
     ratio = bounded_exp(log_staleness)
@@ -322,12 +325,12 @@ def mask_sequences(  # noqa: PLR0913 - the values of tokens
     sampled: Bool[Tensor, "*shape"],
     threshold: float,
 ) -> Surrogate:
-    """Set the loss of tokens with A < 0 to 0 in sequences that pi has moved away from.
+    """Set the loss of tokens with A < 0 to 0 in sequences from which the policy has moved away.
 
-    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): such a sequence has a mean of log
-    mu - log pi over its sampled tokens above `threshold`, in nats. mu is the engine's policy, so
-    the mean contains discrepancy and staleness. Its tokens with a negative advantage A have no
-    gradient then, and count as clipped from below.
+    This is off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556). Such a sequence has a
+    mean of log mu - log pi over its sampled tokens above `threshold`, in nats. mu is the engine's
+    policy, so the mean contains discrepancy and staleness. The masked tokens have no gradient, and
+    count as clipped from below.
     """
     log_ratio = log_discrepancy(logp, behavior_logp, sampled=sampled)
     far = aggregate(-log_ratio, sequence, sampled=sampled) > threshold
@@ -337,7 +340,6 @@ def mask_sequences(  # noqa: PLR0913 - the values of tokens
 
 
 def _of_actions(advantage: Tensor, sampled: Tensor | None) -> Tensor:
-    """Return the advantages, with 0 for tokens that were not sampled."""
     return advantage if sampled is None else torch.where(sampled, advantage, 0.0)
 
 
@@ -354,7 +356,7 @@ def token_norm(
     how: LossAggregation = "action_tokens",
     constant: float = 1.0,
 ) -> Float[Tensor, "*shape"]:
-    """Return the factor of each token's loss. The sum of the products is the loss of the batch.
+    """Return the factor on each token's loss, so that the sum over tokens is the loss of the batch.
 
     - `action_tokens`: 1 / number of sampled tokens before the correction. So a dropped token does
       not change the gradients of the others.
@@ -394,12 +396,12 @@ def loss_divisor(
     sequence: Int[Tensor, "*shape"],
     how: LossAggregation = "action_tokens",
 ) -> int:
-    """Return what some sequences add to the divisor of a batch's loss, in tokens or sequences.
+    """Return what a part of a batch adds to the loss's divisor: a number of tokens or sequences.
 
-    The loss of these sequences with their own `token_norm`, times this number, does not depend on
-    other sequences. So the loss of a batch is the sum of these products over its parts, divided by
-    the sum of the numbers. Tokens are those that count in `token_norm`; sequences (`sequence_mean`
-    and `constant`) are those with a sampled token.
+    The loss of the part with its own `token_norm`, times this number, does not depend on the other
+    parts. So the loss of the batch is the sum of these products over its parts, divided by the sum
+    of the numbers. The counted tokens are those of `token_norm`. Sequences (`sequence_mean` and
+    `constant`) count if they have a sampled token.
     """
     if how in ("action_tokens", "kept"):
         return int((keep if how == "kept" else sampled).sum())
@@ -417,8 +419,8 @@ def reference_kl(
 
     With x = logp - reference_logp the value is k1 = x, k2 = x^2 / 2 or k3 = e^-x - 1 + x
     (joschu.net/blog/kl-approx.html). The gradient of all three is that of k2, which is x * grad
-    logp. On tokens drawn from pi, only the mean of k2's gradient is the gradient of KL(pi ||
-    reference). The mean gradient of k1 is 0, and that of k3 belongs to KL(reference || pi) (arXiv
+    logp, because only its mean over tokens drawn from pi is the gradient of KL(pi || reference).
+    The mean gradient of k1 would be 0, and that of k3 would belong to KL(reference || pi) (arXiv
     2506.09477). Multiply by sg(D * S) on stale tokens, where sg stops the gradient. The effect of a
     token on later contexts is not included.
     """
@@ -440,8 +442,8 @@ def reference_kl(
 def entropy(logits: Float[Tensor, "*shape vocabulary"]) -> Float[Tensor, "*shape"]:
     """Return the exact entropy, in nats, of next-token distributions. Subtract it from the loss.
 
-    `logits` are already divided by the sampling temperature. A token with logit -inf cannot be
-    drawn, adds nothing, and has gradient 0.
+    `logits` must be divided by the sampling temperature already. A token with logit -inf adds
+    nothing, and has gradient 0.
     """
     logps = torch.log_softmax(widen(logits), dim=-1)
     return -(logps.exp() * logps.masked_fill(logps.isneginf(), 0.0)).sum(-1)

@@ -1,9 +1,9 @@
 """Approximations of old log-probabilities, for use when the old weights were not kept.
 
-Below, mu is the engine's policy that sampled the token, pi the current policy, and prox the
-approximation of the old policy. docs/old-logps.md describes the errors of each approximation in D =
-prox / mu and S = pi / prox. All tensors have one shape, packed `[T]` or padded `[B, T]`. The
-computation is in float32, or in float64 if an input is float64.
+mu is the engine's policy that sampled the token, pi the current policy, and prox the approximation
+of the old policy. docs/old-logps.md describes the errors of each approximation in D = prox / mu and
+S = pi / prox. All tensors have one shape, packed `[T]` or padded `[B, T]`. The computation is in
+float32, or in float64 if an input is float64.
 """
 
 import torch
@@ -16,9 +16,9 @@ from unstale.algorithms.corrections import widen
 def weight_of_now(lag: Int[Tensor, "*shape"], *, fresh: float = 1.0) -> Float[Tensor, "*shape"]:
     """Return alpha, the weight of the current policy in a mixture with the engine's policy.
 
-    `lag` is the number d of updates since the weights that sampled the token. The weight is (d - 1)
-    / d for d >= 1, and `fresh` for d = 0. The mixture is then about one version older than the
-    current policy. The formula is from arXiv 2512.06547; AReaL uses the formula with `fresh` = 0.
+    `lag` is the number d of batches trained on since the token was sampled. The weight is (d - 1) /
+    d for d >= 1, and `fresh` for d = 0. The mixture is then about one version older than the
+    current policy. The formula is from arXiv 2512.06547. AReaL uses it with `fresh` = 0.
 
     >>> weight_of_now(torch.tensor([0, 1, 2, 4])).tolist()
     [1.0, 0.0, 0.5, 0.75]
@@ -34,7 +34,7 @@ def loglinear(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """Return the mean of two log-probabilities, `log mu + alpha (log pi - log mu)`.
+    """Return a weighted mean of two log-probabilities, `log mu + alpha (log pi - log mu)`.
 
     log mu is `behavior_logp` (the engine's policy), and log pi is `logp` (the current policy). The
     result has no gradient, and is 0 where not `sampled`. With r = log pi - log mu this gives log D
@@ -56,8 +56,8 @@ def linear(
 ) -> Float[Tensor, "*shape"]:
     """Return the log-probability of the mixture (1 - alpha) mu + alpha pi.
 
-    mu is the probability of `behavior_logp`, pi that of `logp`. The result has no gradient, and is
-    0 where not `sampled`.
+    mu is the engine's probability (`behavior_logp`), pi the current policy's (`logp`). The result
+    has no gradient, and is 0 where not `sampled`.
 
     >>> mu, pi, one = torch.tensor([0.2]), torch.tensor([0.6]), torch.ones(1, dtype=torch.bool)
     >>> linear(mu.log(), pi.log(), 0.5, sampled=one).exp()
@@ -71,13 +71,14 @@ def linear(
 
 
 def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
-    """Return the weight and the age of a moving average of weights after one more update.
+    """Return `weight` and `age` of a moving average of weights after one more update.
 
         w_k = beta w_{k-1} + 1 ;   a_k = beta w_{k-1} (a_{k-1} + 1) / w_k
 
-    `weight` is the sum w of the decayed weights of all updates, `age` the mean age a of the
-    averaged weights, in updates (arXiv 2110.00641). The update itself adds `(theta_k - ewma) / w_k`
-    to the average. The first update gives weight 1 and age 0. The age tends to beta / (1 - beta).
+    `weight` is the sum w of all updates' weights, which decay by `beta` with each update. `age` is
+    the mean age a of the averaged weights, in updates (arXiv 2110.00641). The update itself adds
+    `(theta_k - ewma) / w_k` to the average. The first update gives weight 1 and age 0. The age
+    tends to beta / (1 - beta).
 
     >>> averaged(1.0, 0.0, beta=0.5)
     (1.5, 0.3333333333333333)
@@ -89,10 +90,10 @@ def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
 def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -> float:
     """Return the decay of the next update that brings the age of an average closest to `target`.
 
-    `weight` and `age` are those of the average before the update (`averaged`). Ages are in updates.
-    The decay is at most `beta_max`. An update adds less than 1 to the age, so a target of `age + 1`
-    or more gives `beta_max`. Repeated updates with beta = d / (1 + d) keep the age at d. Raises
-    ValueError if `beta_max` is not below 1.
+    `weight` and `age` are those of the average before the update (see `averaged`). Ages are in
+    updates. The decay is at most `beta_max`. An update adds less than 1 to the age, so a target of
+    `age + 1` or more gives `beta_max`. Repeated updates with beta = d / (1 + d) keep the age at d.
+    Raises ValueError if `beta_max` is not below 1.
 
     >>> averaged(2.0, 1.0, beta=beta_for_age(2.0, 1.0, target=1.0, beta_max=0.9))
     (2.0, 1.0)
@@ -105,9 +106,9 @@ def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -
 
 
 def nearest_age(lag: Int[Tensor, "*shape"], ages: list[float]) -> Int[Tensor, "*shape"]:
-    """Return for each token the index of the age nearest to its lag.
+    """Return for each token the index of the number in `ages` that is nearest to its lag.
 
-    `ages` have the unit of `lag`. If two ages are equally near, return the index of the first.
+    `lag` and `ages` are in batches. If two ages are equally near, return the index of the first.
 
     >>> nearest_age(torch.tensor([0, 1, 2, 5]), [0.5, 3.0]).tolist()
     [0, 0, 1, 1]

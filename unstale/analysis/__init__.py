@@ -1,4 +1,4 @@
-"""An optional package that shows and explains runs: dashboard, report, advice and planner.
+"""Optional commands that show and explain runs: dashboard, report, advice and planner.
 
-The core of `unstale` never imports it. `unstale.config.plugins` finds its commands.
+The core of `unstale` never imports this package. `unstale.config.plugins` finds its commands.
 """

@@ -1,10 +1,10 @@
 """Measure the error of every route on the tokens of one recorded run.
 
-A route is a method to obtain old log-probabilities. The recorded versions of the weights are loaded
-in order. At each version a route gets the calls that a run would make, and returns old
-log-probabilities for the batches that were trained on with this version. They are compared with the
-true ones, computed with the recorded weights that sampled each token. A recording does not contain
-the times at which tokens arrived. So the route `eager` gets all tokens in time.
+A route is a method to obtain old log-probabilities. For each route, the recorded weights are loaded
+version by version, and the route is called as in training. It returns old log-probabilities of the
+batches that were trained on. They are compared with the true ones, computed with the recorded
+weights that sampled each token. A recording does not contain the times at which tokens arrived. So
+the route `eager`, which scores while the trainer waits, is given time to score all tokens.
 """
 
 import time
@@ -54,8 +54,8 @@ from unstale.trainer.rules import LossSpec
 from unstale.weights.recording import RECORDED, Recorded
 
 POINTS = 400
-"""Number of tokens per route (method to compute `old_logp`) whose ratios D (discrepancy) and S
-(staleness) are kept for plots.
+"""Number of tokens per route (method to compute `old_logp`) whose log D = old_logp - behavior_logp
+and log S = logp - old_logp are stored for plots.
 """
 
 
@@ -66,12 +66,12 @@ def audit(
     alphas: Sequence[float] = (0.5,),
     console: Console | None = None,
 ) -> Row:
-    """Measure routes on a recorded run: those named in `routes`, or all routes if it is empty.
+    """Measure the error of methods to compute `old_logp`, called routes, on a recorded run.
 
-    A route is a method to compute `old_logp`. `alphas` are further settings of `interp_prox_*`,
+    Without `routes`, all are measured. `alphas` are further settings of the routes `interp_prox_*`,
     which mix two policies with a constant weight alpha. Writes `audit.json`, `audit.md` and the
-    report, and returns the content of `audit.json`. Raises `ConfigError` if the run was not
-    recorded. Batches that need a version that was not recorded are skipped.
+    report, and returns the content of `audit.json`. Batches that need a version that was not
+    recorded are skipped. Raises `ConfigError` if the run was not recorded, or for an unknown route.
     """
     console = console or Console(soft_wrap=True)
     config = stored_config(RunFolder(run).config())
@@ -112,10 +112,10 @@ def audit(
 def variants(
     own: OldLogpsConfig, names: Sequence[str], alphas: Sequence[float]
 ) -> list[OldLogpsConfig]:
-    """Return the settings to measure of the routes (methods to compute `old_logp`) in `names`.
+    """Return the settings to measure of each route (method to compute `old_logp`) in `names`.
 
-    Without `names`, all routes are measured. `own` has the options of the run's route. Other routes
-    have their defaults. Some add further settings, such as one for each of `alphas`. Raises
+    Without `names`, all routes are measured. The run's own route has the options `own`, others
+    their defaults. Some routes have several settings, such as one for each of `alphas`. Raises
     `ConfigError` for an unknown route.
     """
     for name in names:
@@ -130,7 +130,10 @@ def variants(
 
 
 def segments(batch: Batch) -> Iterator[PendingPiece]:
-    """Yield the sampled tokens of a batch in pieces: successive tokens of one turn and version."""
+    """Yield the sampled tokens of a batch in pieces.
+
+    A piece has successive tokens of one turn that the same version of the weights sampled.
+    """
     keys = torch.stack([batch.turn, batch.version, batch.clean.long(), batch.provenance])
     table = batch.routed_experts
     experts_of = table.sequences if table else [{}] * batch.num_sequences
@@ -159,7 +162,9 @@ def segments(batch: Batch) -> Iterator[PendingPiece]:
 
 @dataclass(slots=True)
 class Spent:
-    """The costs of a route (a way to compute `old_logp`): seconds spent, and costs it reports."""
+    """What a route (a way to compute `old_logp`) has cost: its time, and the costs that it
+    reports.
+    """
 
     seconds: float = 0.0
     summed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -181,20 +186,23 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A recorded run that is repeated for one route (method to compute `old_logp`) after the other.
+    """A recorded run, with true old log-probabilities, that is repeated for each route in turn.
 
-    `policy` has the weights of the version that the repetition has reached.
+    A route is a method to compute `old_logp`. `policy` has the weights of the version that the
+    repetition has reached.
     """
 
     recorded: Recorded
     policy: Policy
     rules: LossSpec
     truths: dict[int, list[Truth]]
-    """Version of the policy -> batches that were trained on with it, with true old
-    log-probabilities.
+    """Version of the weights -> the batches whose training began from it, with their true
+    `old_logp`.
     """
     now: dict[int, tuple[float, int]]
-    """Version -> seconds and forward tokens to score its batches with that version's weights."""
+    """Version -> seconds and forward tokens that scoring its batches (see `truths`) with its
+    weights took.
+    """
     pieces: dict[int, list[PendingPiece]]
     noise: float
 
@@ -208,11 +216,11 @@ class Replay:
         rules: LossSpec,
         advance: Callable[[], None],
     ) -> "Replay":
-        """Compute the true `old_logp` of every recorded token, to which all routes are compared.
+        """Compute the true `old_logp` of every recorded token, with which routes are compared.
 
-        For each step, the recorded weights of every version are loaded in turn. `scorer` computes
-        log-probabilities with the weights in `policy`. `advance` is called after each step, for
-        the progress bar.
+        A token is scored with the recorded weights that sampled it. `scorer` computes
+        log-probabilities with the weights in `policy`. `advance` is called after each step, for the
+        progress bar.
         """
         noise = 0.0
         truths: dict[int, list[Truth]] = defaultdict(list)
@@ -243,17 +251,19 @@ class Replay:
 
     @property
     def in_order(self) -> list[Truth]:
-        """All batches in the order of training."""
+        """All batches, with their true `old_logp`, in the order of training."""
         return [truth for version in sorted(self.truths) for truth in self.truths[version]]
 
     @property
     def path(self) -> list[int]:
-        """The published versions, up to the last one with which a batch was trained."""
+        """The recorded versions, up to the last one from which a batch was trained."""
         return [version for version in self.recorded.versions if version <= max(self.truths)]
 
     def play(self, old: OldLogps, *, advance: Callable[[], None]) -> Row:
-        """Repeat the run with the route `old` (a way to get `old_logp`), and close it. Return its
-        errors and costs.
+        """Repeat the run with the route `old`, a way to get `old_logp`. Return its errors and
+        costs.
+
+        `old` is closed at the end. `advance` is called after each batch.
         """
         spent = Spent()
         audited: list[Audited] = []
@@ -281,8 +291,8 @@ class Replay:
         return self._row(join(audited), claims, spent)
 
     def _arrive(self, old: OldLogps, version: int, spent: Spent) -> None:
-        """Load a version, and give the route (way to get `old_logp`) all tokens that this version
-        sampled.
+        """Load `version` of the weights, and give the route `old` (way to get `old_logp`) the
+        tokens that this version sampled.
         """
         self.policy.load_weights(self.recorded.weights(version))
         self.policy.version = version
@@ -306,8 +316,8 @@ class Replay:
                 pass
 
     def _waiting(self, versions: Collection[int], later: Sequence[Batch]) -> list[PendingPiece]:
-        """Return the pieces (runs of sampled tokens) of some versions in the batches that are still
-        to be scored.
+        """Return the pieces (successive sampled tokens) of `versions` that belong to episodes in
+        the batches `later`.
         """
         episodes = {episode for batch in later for episode in batch.episodes}
         return [
@@ -360,8 +370,8 @@ class Replay:
         }
 
     def facts(self) -> Row:
-        """Return the figures about the recorded run that do not depend on the route (way to get
-        `old_logp`).
+        """Return figures of the recorded run, such as its numbers of steps and tokens, and sampled
+        points of the true log D and log S.
         """
         truths = self.in_order
         tokens = join([truth.compare(truth.old_logp, self.rules) for truth in truths]).tokens

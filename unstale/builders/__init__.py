@@ -1,7 +1,7 @@
 """Create the objects of a run, such as model, engine, trainer and queue, from its `RunConfig`.
 
-`sampling` creates task set, engine and rollout. `local` and `ranked` create the trainer and its
-scorers, in this process or on trainer ranks. `run` connects all of these for the training loop.
+`sampling` creates task set, engine and rollout. `local` and `ranked` create the trainer, in this
+process or on trainer ranks. `run` connects all of these for the training loop.
 """
 
 from unstale.builders.components import Components

@@ -1,4 +1,4 @@
-"""The components of a run that sample and train."""
+"""The components of a run that sample and train, as one object."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Components(ABC):
     """The components of a run that sample and train. None of them needs a run folder.
 
-    `LocalComponents` train in this process, `RankedComponents` on trainer ranks.
+    `LocalComponents` train in this process, and `RankedComponents` on trainer ranks.
     """
 
     policy: Policy
@@ -48,7 +48,9 @@ class Components(ABC):
 
     @property
     def hidden_states(self) -> Callable[[Batch, StatesQuery], HiddenStates] | None:
-        """The function that computes hidden states of the policy. None with trainer ranks."""
+        """The function that computes hidden states of the policy. None if it is trained on
+        ranks.
+        """
         return None
 
     def travel_dtype(self, config: RunConfig) -> torch.dtype:
@@ -56,25 +58,28 @@ class Components(ABC):
         return self.policy.travel_dtype(DTYPES[config.engine.dtype])
 
     def posted_dtype(self, config: RunConfig) -> torch.dtype:
-        """Return the precision in which engine hosts fetch weights."""
+        """Return the precision of the weights that engine hosts fetch."""
         return self.travel_dtype(config)
 
     @abstractmethod
     def save_policy(self, folder: Path) -> None:
-        """Save the trained policy as a Hugging Face folder."""
+        """Save the trained policy to `folder`, as a Hugging Face model."""
 
     @abstractmethod
     def save_failed_batch(self, folder: Path) -> str:
-        """Save the batch at which the trainer failed. Return a message for the terminal."""
+        """Save the batch at which the trainer failed to `folder`. Return a message for the
+        terminal.
+        """
 
     @abstractmethod
     def record(self, folder: Path) -> None:
-        """Let the auditor record batches and weights in a folder."""
+        """Make the auditor record all batches and weights in `folder`, for `unstale audit`."""
 
     @abstractmethod
     def checkpoints(self, config: RunConfig, run: Path) -> Checkpoints:
-        """Return the object that writes checkpoints of trainer, route (`old`, gets `old_logp`) and
-        auditor.
+        """Return the object that writes checkpoints to the run folder `run`.
+
+        They have the states of trainer, auditor and `old`, which computes old log-probabilities.
         """
 
     @abstractmethod
@@ -87,5 +92,5 @@ class Components(ABC):
     ) -> Publisher:
         """Return the object that sends each version of the weights to the engines.
 
-        `posts` is the store from which engine hosts fetch weights. None without engine hosts.
+        `posts` is the store from which engine hosts fetch weights. It is None without engine hosts.
         """

@@ -22,60 +22,61 @@ from unstale.weights.delta_sizes import WORD, delta_bytes, delta_rate
 
 PROCESS_BYTES = 0.7e9
 """Bytes of a trainer or engine process without a model: Python, torch and transformers. Measured in
-benchmarks/results/footprint.md. The activations of a microbatch and cached contexts are
-not included, because they depend on the lengths of episodes.
+benchmarks/results/footprint.md. Activations and cached contexts are not included, because they
+depend on the lengths of episodes.
 """
 FLOAT32_DELTA = 1.7
-"""Bytes per weight (at most 4) of the compressed difference between two float32 versions. Measured
+"""Bytes per weight of the compressed difference between two float32 versions, at most 4. Measured
 at a learning rate of 1e-6, where most weights change in every step, in their lowest bits.
 """
 _WIDE = 4
 _GRADIENT = 4
 _MOMENTS: dict[str, float] = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1, "AdamW8bit": 0.5}
-"""Number of float32 values per weight that an optimizer keeps. Optimizers that are not listed keep
-two, like AdamW.
+"""Optimizer -> number of float32 values per weight that it keeps. Those that are missing keep two,
+as AdamW does.
 """
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PACKED = 1.2
-"""Bytes per weight in the format of `engine.quantise`: one byte, plus scales and weights that are
-not rounded, as an average.
+"""Mean bytes per weight in the format of `engine.quantise`: one byte per weight, scales, and
+weights that are not quantised.
 """
 _GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The predicted memory and disk space of a run in bytes.
+    """The predicted memory and disk space of a run, in bytes.
 
     `weights` is the number of weights of the model.
     """
 
     weights: int
     trainer: float
-    """Memory of the trainer's process, or of each trainer rank while it writes a checkpoint, in
-    bytes."""
+    """Bytes of memory of the trainer's process, or of each trainer rank while it writes a
+    checkpoint.
+    """
     engines: float
-    """Memory of the engine processes on this machine in bytes."""
+    """Bytes of memory of all engine processes on this machine."""
     checkpoint: float
-    """Size of one checkpoint in bytes."""
+    """Bytes on disk of one checkpoint."""
     disk: float
-    """Largest size of checkpoints, versions and trained policy together in bytes."""
+    """Largest number of bytes on disk of checkpoints, versions and trained policies together."""
     kept: int
-    """Number of checkpoints on disk while the newest is being written."""
+    """Number of checkpoints on disk while the newest one is written."""
     ranks: int = 0
-    """Number of trainer ranks. 0 if the trainer is in the process of the run."""
+    """Number of trainer ranks. 0 if the run's own process trains."""
     driver: float = 0.0
-    """Memory of the run's own process beside the trainer ranks, in bytes. 0 without ranks."""
+    """Bytes of memory of the run's own process if it has trainer ranks. Otherwise 0."""
     elsewhere: bool = False
-    """True if the ranks may be on other machines. Their memory is then no part of the expected
-    memory.
+    """True if the trainer ranks may be on other machines, so that their memory is not counted
+    here.
     """
     scorers: int = 0
-    """Number of processes that hold the second model of the route `old_logit_model`. 0 with other
-    routes.
+    """Number of processes with a second model for `old_logps.route = old_logit_model`. Otherwise
+    0.
     """
     scorer: float = 0.0
-    """Memory of each process of the second model while it loads a version, in bytes."""
+    """Bytes of memory of each process with the second model, while it loads a version."""
 
     def __str__(self) -> str:
         ranks = max(1, self.ranks) * self.trainer + self.scorers * self.scorer
@@ -99,7 +100,9 @@ class Footprint:
         )
 
     def require_disk(self, folder: Path) -> None:
-        """Raise `ConfigError` if the disk has too little space. `folder` need not exist yet."""
+        """Raise `ConfigError` if the disk of `folder` has too little space. The folder need not
+        exist yet.
+        """
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
         lacking = _lacking_disk(folder, self.disk)
@@ -112,10 +115,11 @@ class Footprint:
 
 
 def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
-    """Raise `ConfigError` if the disk has too little space for the steps after `step` of a run.
+    """Raise `ConfigError` if the disk has too little space for the steps after `step` of the run
+    `run`.
 
-    The need is predicted from the sizes of the run's present checkpoints, versions and policy.
-    Files that the run will remove are subtracted. The journal is not counted.
+    The space is predicted from the sizes of the run's present checkpoints, versions and policy.
+    Files that the run will remove or replace are taken into account. The journal is not counted.
     """
     checkpoints = [_size(path) for path in (run / CHECKPOINTS).glob("step*") if not path.suffix]
     checkpoint: float = max(checkpoints, default=0)
@@ -140,7 +144,8 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
 
 
 def _lacking_disk(folder: Path, needed: float) -> str:
-    """Return a text with the free space of a disk. Empty if the space is enough or unknown.
+    """Return a text with the free space of a disk. Empty if `needed` bytes are free, or if it is
+    unknown.
 
     Incomplete files of an interrupted run count as free space, because a resume removes them.
     """
@@ -152,20 +157,22 @@ def _lacking_disk(folder: Path, needed: float) -> str:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file, or of all files of a folder."""
+    """Return the size in bytes of a file, or of all files of a folder."""
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     return sum(each.stat().st_size for each in files)
 
 
 def _num_policies(config: RunConfig) -> int:
-    """Return the largest number of model folders in a run: the last, the best, and a better one."""
+    """Return the largest number of model folders in a run folder: 1, or 3 if the best policy is
+    kept.
+    """
     return 3 if config.eval.keep_best != "none" else 1
 
 
 def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
-    """Predict the memory and disk space in bytes that a run of `policy` needs.
+    """Predict the memory and disk space, in bytes, that a run of `policy` needs.
 
-    The prediction is for the time after the first optimizer step, when all buffers exist.
+    The prediction holds from the first optimizer step on, when all buffers exist.
     """
     total = sum(weight.numel() for weight in policy.model.parameters())
     trained = sum(weight.numel() for weight in policy.weights().values())
@@ -224,10 +231,10 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
 
 
 def _teacher_bytes(config: RunConfig, copy: float, width: int) -> tuple[float, float]:
-    """Return the bytes of the teachers in the trainer, and of those in a checkpoint.
+    """Return the bytes of teacher models in the trainer's memory, and of those in a checkpoint.
 
-    `copy` is the size of a copy of the policy in bytes, `width` that of one weight. A teacher that
-    must be downloaded counts nothing.
+    `copy` is the size of a copy of the policy in bytes, and `width` that of one weight. Teachers
+    that must be downloaded first are not counted.
     """
     options = config.technique_options.get("distil")
     if not isinstance(options, DistilConfig):
@@ -240,12 +247,11 @@ def _teacher_bytes(config: RunConfig, copy: float, width: int) -> tuple[float, f
 def _scoring_footprint(
     config: RunConfig, policy: Policy, *, total: float, sent: float
 ) -> dict[str, Any]:
-    """Return the values of `Footprint.scorers` (a number) and `Footprint.scorer` (bytes) by name.
+    """Return the values of the fields `scorers` and `scorer` of `Footprint`. Empty if they are 0.
 
-    They describe the processes whose copy of the model computes old log-probabilities. Empty if the
-    route has none. `total` is the size of the model in bytes. `sent` is the number of bytes of new
-    weights that such a process receives in one message: all weights, or the part of one trainer
-    rank.
+    They describe the processes with a second model that compute old log-probabilities. `total` is
+    the size of the model in bytes. `sent` is the number of bytes of new weights that such a process
+    receives in one message: all weights, or the part of one trainer rank.
     """
     if not config.old_logps.needs.own_process:
         return {}
@@ -255,7 +261,7 @@ def _scoring_footprint(
 
 
 def _gathered_weights(policy: Policy, config: RunConfig | None = None) -> float:
-    """Return the number of weights that a rank gathers for a pass: embedding, head, two layers.
+    """Return the number of weights that a rank gathers at a time: embedding, head and two layers.
 
     With `cluster.expert_parallel` in `config`, experts are not gathered.
     """
@@ -275,9 +281,9 @@ def _gathered_weights(policy: Policy, config: RunConfig | None = None) -> float:
 
 
 def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
-    """Return the bytes of the difference between two consecutive versions of `weights` weights.
+    """Return the bytes of the compressed difference between two successive versions.
 
-    `width` is the number of bytes of one weight.
+    `weights` is the number of weights, and `width` the number of bytes of one.
     """
     if width > WORD:
         return FLOAT32_DELTA * weights
@@ -285,9 +291,9 @@ def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
 
 
 def _multiplied_bytes(dtype: str) -> int:
-    """Return the bytes per weight in which an embedded engine on this machine multiplies.
+    """Return the bytes per weight of the precision in which an embedded engine here multiplies.
 
-    On CPUs that multiply a narrow dtype slowly, the engine keeps float32 in its place.
+    It is `dtype`, or float32 on CPUs that multiply `dtype` slowly.
     """
     is_fast = linear.MULTIPLIES_FLOAT16 if dtype == "float16" else linear.MULTIPLIES_BFLOAT16
     widened = not is_fast and not torch.cuda.is_available()
@@ -295,9 +301,9 @@ def _multiplied_bytes(dtype: str) -> int:
 
 
 def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
-    """Return the memory of embedded engines on this machine in bytes. Servers are not counted.
+    """Return the bytes of memory of all embedded engines on this machine. Servers are not counted.
 
-    `total` is the number of weights of the model, `copy` the bytes of a copy of the trained
+    `total` is the number of weights of the model. `copy` is the number of bytes of the trained
     weights.
     """
     engine = config.engine

@@ -1,4 +1,4 @@
-"""The policy of a run, and the objects that score and train it in one process."""
+"""Create the objects that score and train the policy of a run in this process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,10 +37,11 @@ from unstale.weights.recording import Recording
 
 
 def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
-    """Create a scorer, which computes log-probabilities under the current or past weights.
+    """Return a scorer, which computes log-probabilities under the current or past weights.
 
-    The past weights of a scorer are for one user only. So the route (way to get `old_logp`) and the
-    audit each need a scorer. Raises `ConfigError` if the policy's long sequences cannot be packed.
+    A scorer keeps past weights for one user. So the route (the way to get `old_logp`) and the audit
+    each need one. Raises `ConfigError` if log-probabilities of sequences of `engine.max_context`
+    tokens would be wrong.
     """
     policy.check_length(config.engine.max_context)
     max_tokens = pass_tokens(policy, config, trains=False)
@@ -52,9 +53,8 @@ def build_trainer(
 ) -> tuple[LocalTrainer, Auditor]:
     """Return the trainer, and the auditor that measures the errors of its old log-probabilities.
 
-    The trainer's `old` is the route, which computes old log-probabilities. The caller must close
-    it, because it may have a process. With `on_rank`, `old` is the part of the route on a trainer
-    rank.
+    The trainer's `old` computes these. The caller must close it, because it may have a process.
+    With `on_rank`, `old` is the part of it that runs on a trainer rank.
     """
     make = config.old_logps.make_on_rank if on_rank else config.old_logps.make
     old: OldLogps = make(scorer, lockstep=config.deterministic)
@@ -73,16 +73,16 @@ def build_trainer(
 def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list[ScoredTrajectory]]:
     """Return the configured advantage estimator.
 
-    An estimator is a function from the groups of one batch to trajectories with advantages.
+    An estimator is a function from the groups of a batch to their trajectories, with advantages.
     """
     return partial(find_estimator(config.estimator), **config.selected_options())
 
 
 def build_old_logps(config: OldLogpsConfig, scorer: Scorer, *, lockstep: bool = False) -> OldLogps:
-    """Return the configured route, which computes old log-probabilities.
+    """Return the configured route, the object that computes old log-probabilities.
 
-    With `lockstep` the trainer waits for the route's child process, if it has one. The results then
-    do not depend on the speed of that process.
+    With `lockstep` the trainer waits for the route's child process, if it has one. Results then do
+    not depend on the speed of that process.
     """
     route: OldLogps = config.make(scorer, lockstep=lockstep)
     return route
@@ -90,15 +90,13 @@ def build_old_logps(config: OldLogpsConfig, scorer: Scorer, *, lockstep: bool = 
 
 @dataclass(frozen=True, slots=True)
 class LocalComponents(Components):
-    """Components whose trainer is in this process."""
+    """The components of a run that trains in this process."""
 
     policy: Policy
     taskset: Taskset
     generator: Generator
     scorer: Scorer
-    """Computes log-probabilities for the configured route (way to get `old_logp`). The audit has
-    another scorer.
-    """
+    """Computes log-probabilities for `old`. The auditor has another scorer."""
     old: OldLogps
     auditor: Auditor
     trainer: LocalTrainer

@@ -15,11 +15,15 @@ from unstale.model.policy import Policy
 from unstale.weights.publish import KeepVersions
 
 MOST_PADDED = 1.1
-"""Largest ratio of the experts that FSDP stores to those of the model, without a warning."""
+"""Largest ratio of padded to real experts for which there is no warning. FSDP pads the experts so
+that all ranks have equally many.
+"""
 
 
 def lora_of(config: RunConfig) -> Lora | None:
-    """Return the rank, scale and layers of the adapters of a run. None if it trains all weights."""
+    """Return rank, scale, layers and seed of a run's LoRA adapters. None if it trains all
+    weights.
+    """
     options = config.trainer
     if not options.lora_rank:
         return None
@@ -29,11 +33,11 @@ def lora_of(config: RunConfig) -> Lora | None:
 def load_policy(
     config: RunConfig, peers: RankGroup | None = None, *, trained: bool = True
 ) -> Policy:
-    """Load the model that a run starts from, with adapters if the run trains LoRA.
+    """Load the model from which a run starts, with new adapters if the run trains LoRA.
 
     `peers` are the ranks among which the model is divided. Without `peers` the model is whole. A
     whole model stays in main memory if the run has trainer ranks, because only the ranks need GPUs.
-    A policy that is not `trained` only scores.
+    If `trained` is False, the policy can only score.
     """
     options = config.trainer
     device = "cpu" if config.cluster.trainers and peers is None else None
@@ -65,7 +69,7 @@ def load_policy(
 
 
 def _require_pictures(config: RunConfig) -> None:
-    """Raise ConfigError for options that a policy that reads pictures does not support."""
+    """Raise `ConfigError` if a policy that reads pictures does not support an option of the run."""
     engine, techniques = config.engine, config.techniques.split()
     needed = {
         "engine.backend = embedded": engine.backend == "embedded",
@@ -80,10 +84,11 @@ def _require_pictures(config: RunConfig) -> None:
 
 
 def check_expert_ranks(cluster: ClusterConfig, experts: int) -> None:
-    """Raise ConfigError if `cluster.expert_parallel` cannot divide the experts among trainer ranks.
+    """Raise `ConfigError` if `cluster.expert_parallel` cannot divide the experts among trainer
+    ranks.
 
     `experts` is the number of experts in a layer, 0 for a model without experts. Without that
-    option, warn if FSDP would fill up the experts of the ranks by more than a tenth.
+    option, warn if FSDP would pad the experts by more than a tenth.
     """
     ranks = cluster.trainers // cluster.replicas
     if cluster.expert_parallel and not experts:
@@ -113,9 +118,9 @@ def check_expert_ranks(cluster: ClusterConfig, experts: int) -> None:
 
 
 def warn_of_float32(config: RunConfig, *, on_gpu: bool) -> None:
-    """Print a warning if passes on GPUs are in float32.
+    """Warn if the passes of a run on GPUs are in float32, which is slow.
 
-    `trainer.dtype = auto` is float32 if this machine has no GPU, although ranks may have some.
+    `trainer.dtype = auto` means float32 if this machine has no GPU, even if the trainer ranks have.
     """
     if on_gpu and config.trainer.dtype == "float32":
         warnings.warn(
@@ -127,11 +132,10 @@ def warn_of_float32(config: RunConfig, *, on_gpu: bool) -> None:
 
 
 def shares_deltas(config: RunConfig) -> bool:
-    """Return True if deltas that are made for `old_logp` or the disk can also be sent to the
-    engines.
+    """Return True if engines can receive the deltas that are made for `old_logp` or for the disk.
 
-    A delta is the lossless difference of the weights of two versions. A shared delta is computed
-    only once. Each trainer rank always has the delta of its part.
+    A delta is the lossless difference between the weights of two versions. A shared delta is
+    computed only once. With trainer ranks, each rank has the delta of its part in any case.
     """
     same_precision = config.engine.dtype == config.trainer.dtype
     if config.cluster.trainers:
@@ -141,9 +145,10 @@ def shares_deltas(config: RunConfig) -> bool:
 
 
 def keep_versions(config: RunConfig, engine: EnginePool) -> KeepVersions | None:
-    """Return the function that lets engines drop versions. None if adapters are merged.
+    """Return the function that makes engines drop LoRA adapters of old versions.
 
-    Without `schedule.pin_versions`, only the newest version samples, so no other one is kept.
+    It keeps all versions that running episodes use with `schedule.pin_versions`, else only the
+    newest. None if adapters are merged into the weights.
     """
     if config.engine.adapters == "merged":
         return None
@@ -153,9 +158,9 @@ def keep_versions(config: RunConfig, engine: EnginePool) -> KeepVersions | None:
 
 
 def loads_in_place(config: RunConfig) -> bool:
-    """Return True if the engines get whole weights on a GPU, not in main memory.
+    """Return True if engines receive whole weights on a GPU, False if they do in main memory.
 
-    Engines receive these weights by NCCL, or the embedded engine reads them on the trainer's GPU.
+    The weights are sent by NCCL, or the embedded engine reads them on the trainer's GPU.
     """
     options, cluster = config.engine, config.cluster
     if config.trainer.lora_rank or packs_weights(config):

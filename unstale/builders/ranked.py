@@ -1,4 +1,4 @@
-"""The components of a run whose trainer is divided among ranks."""
+"""Create the components of a run whose trainer is divided among ranks."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ from unstale.weights.publish import Publisher
 
 
 def build_rank(config: RunConfig, peers: RankGroup) -> Rank:
-    """Return the components of one of several trainer ranks. All ranks must call this function."""
+    """Return the components of a run on one trainer rank. All ranks must call this function."""
     torch.set_num_threads(trainer_threads(config))
     cluster = config.cluster
     peers = peers.in_context_groups(cluster.context).in_replicas(cluster.replicas)
@@ -54,7 +54,9 @@ def build_rank(config: RunConfig, peers: RankGroup) -> Rank:
 
 
 def build_scoring_rank(config: RunConfig, peers: RankGroup) -> ScoringRank:
-    """Return one of several ranks that only score. All ranks must call this function."""
+    """Return the components of one of the ranks that only score. All these ranks must call this
+    function.
+    """
     torch.set_num_threads(1)
     policy = load_policy(config, peers, trained=False)
     return ScoringRank(policy, build_scorer(config, policy))
@@ -62,8 +64,9 @@ def build_scoring_rank(config: RunConfig, peers: RankGroup) -> ScoringRank:
 
 @dataclass(frozen=True, slots=True)
 class RankedComponents(Components):
-    """Components whose trainer is divided among ranks. `policy` is the copy of the run's own
-    process.
+    """The components of a run whose trainer is divided among ranks.
+
+    `policy` is a whole copy in the run's own process.
     """
 
     policy: Policy
@@ -119,9 +122,9 @@ def build_ranked(
 ) -> RankedComponents:
     """Return the components of a run that trains on ranks.
 
-    `sampler` is the result of `build_sampler`. If `ranks` are given, they are used instead of new
-    ones. `notify` is called with a text that says what the start of new ranks waits for. If
-    `Ranks.make` fails, the ranks are ended before its error is raised.
+    `sampler` is the result of `build_sampler`. If `ranks` is given, these ranks are used and no new
+    ones started. `notify` is called with a text on what the start of ranks waits for. If the start
+    fails, the ranks are closed before the error is raised.
     """
     policy, taskset, generator = sampler
     policy.check_length(config.engine.max_context)  # before ranks are waited for

@@ -1,4 +1,4 @@
-"""Connect all components of a run for the training loop."""
+"""Create all components of a run, and connect them for the training loop."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ from unstale.trainer.threads import LocalThread, SharedCores
 from unstale.weights.recording import RECORDED
 
 ROLLOUT_PROCESS = "unstale.cli.rollout_process"
-"""The module whose `main` a rollout process runs. It builds task set and chat format like a run."""
+"""The module whose `main` a rollout process runs."""
 
 
 def build_components(
@@ -69,9 +69,10 @@ def build_components(
 ) -> Components:
     """Return the components that sample and train, as `config` describes them.
 
-    If `engine` is given, it replaces the engine that `config` describes. If `ranks` are given, the
-    trainer uses them instead of new ones. `notify` is called with a text on what new ranks wait
-    for. Raises `ConfigError` for every mistake that can be found before the engine starts.
+    If `engine` is given, it is used in place of the configured one. If `ranks` is given, the
+    trainer uses these ranks and starts no new ones. `notify` is called with a text on what the
+    start of ranks waits for. Raises `ConfigError` for every mistake that can be found before the
+    engine starts.
     """
     find_trackers(config.trackers)  # raises ConfigError for an unknown or missing tracker
     sampler = build_sampler(config, engine)
@@ -83,7 +84,11 @@ def build_components(
 def build(
     config: RunConfig, parts: Components, outputs: Outputs, start: ResumeState
 ) -> RunComponents:
-    """Connect all components of a run for the training loop. Restore the state of a resumed run."""
+    """Connect all components of a run for the training loop.
+
+    `parts` are those that sample and train, and `outputs` the logs. `start` is the state of a
+    resumed run, which is restored, or that of a new run.
+    """
     policy, taskset, old = parts.policy, parts.taskset, parts.old
     _require_recorded_pictures(policy, start)
     pending = PendingPieces()
@@ -214,7 +219,7 @@ def build(
 
 
 def _require_recorded_pictures(policy: Policy, start: ResumeState) -> None:
-    """Raise `ConfigError` if a picture of an episode that goes on is lost or damaged."""
+    """Raise `ConfigError` if a picture of an episode that a resume continues is lost or damaged."""
     pasts = (past for request in start.requests for past in request.past)
     pieces = (piece for past in pasts for each in (past, *past.branches) for piece in each.pieces)
     known = {each for piece in pieces if isinstance(piece, ContextPiece) for each in piece.pictures}
@@ -228,9 +233,10 @@ def _require_recorded_pictures(policy: Policy, start: ResumeState) -> None:
 def rollout_setup(
     config: RunConfig, ends: tuple[int, ...], hub: EngineHub, max_running: int
 ) -> Setup:
-    """Return what all rollout processes of a run begin with.
+    """Return the data with which each rollout process of a run starts.
 
-    `ends` are the tokens that end a reply, as the policy's generation config names them.
+    `ends` are the tokens that end a reply. `hub` has the engines, and `max_running` is the number
+    of replies that they sample at once.
     """
     count = config.rollout.processes
     sizes = hub.engines[0].engine.sizes
@@ -255,7 +261,7 @@ def _evaluation(
     *,
     best: BestPolicy | None,
 ) -> Evaluation | None:
-    """Return the evaluation on the held-out tasks. None if there are none.
+    """Return the evaluation on the held-out tasks. None if there are no held-out tasks.
 
     In a new run, the first evaluation begins with one episode as a trial.
     """
@@ -276,8 +282,9 @@ def _evaluation(
 def _best_policy(
     config: RunConfig, parts: Components, folder: Path, start: ResumeState
 ) -> BestPolicy | None:
-    """Return the object that keeps the best policy in a run folder. None if `eval.keep_best` is
-    none.
+    """Return the object that keeps the best policy of a run in `folder`.
+
+    None if `eval.keep_best` is `none`.
     """
     if config.eval.keep_best == "none":
         return None
@@ -286,10 +293,10 @@ def _best_policy(
 
 @dataclass(frozen=True, slots=True)
 class _Listeners:
-    """Callbacks of the rollout for sampled tokens, and ended, failed and restarted episodes.
+    """Callbacks of the rollout for sampled tokens, and for ended, failed and restarted episodes.
 
-    They notify the route (way to get `old_logp`), the list of tokens not yet trained on, and the
-    run's log.
+    They notify `old`, which computes old log-probabilities, the list of tokens that wait for
+    training, and the run's log.
     """
 
     old: OldLogps
@@ -315,7 +322,7 @@ class _Listeners:
 def _training_rollout(
     make_rollout: Callable[..., Rollout], listeners: _Listeners, start: ResumeState
 ) -> Rollout:
-    """Return the object that runs training episodes, with the state of a resumed run."""
+    """Return the object that runs training episodes. Episodes of a resumed run are restored."""
     rollout = make_rollout(
         on_piece=listeners.on_piece,
         on_end=listeners.on_end,
@@ -333,7 +340,7 @@ def _training_rollout(
 def build_queue(config: ScheduleConfig, start: ResumeState, policy: Policy) -> StalenessQueue:
     """Return the staleness queue, which limits the groups in flight and orders finished groups.
 
-    In a resumed run it contains the groups that were not trained on before the resume.
+    If a run is resumed, the queue has the groups that were not trained on before.
     """
     queue = StalenessQueue(
         max_staleness=config.max_staleness,

@@ -1,4 +1,4 @@
-"""The task set, the engine and the rollout of a run: everything that makes episodes."""
+"""Create task set, engine and rollout of a run: everything that makes episodes."""
 
 import math
 import shlex
@@ -55,6 +55,7 @@ from unstale.envs.guard import (
 )
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks, preparing
 from unstale.isolation import IsolatedTasks, isolate
+from unstale.kept_sets import Truncation
 from unstale.model.lora import Merging
 from unstale.model.pictures import PictureInputs, PictureReader
 from unstale.model.policy import Policy
@@ -68,7 +69,7 @@ def build_sampler(
 ) -> tuple[Policy, Taskset, Generator]:
     """Return the policy, the task set, and the engine with its chat format.
 
-    If `engine` is given, it replaces the engine that `config` describes. Raises `ConfigError` for
+    If `engine` is given, it is used in place of the configured one. Raises `ConfigError` for
     invalid options.
     """
     if config.allow_weak_sandbox:
@@ -105,7 +106,9 @@ def build_sampler(
 
 
 def require_answers(config: RunConfig, taskset: Taskset) -> None:
-    """Raise `ConfigError` if a technique compares answers that the task set does not read."""
+    """Raise `ConfigError` if a technique compares answers and the task set cannot read them from
+    replies.
+    """
     names = [each.name for each in chosen(config.techniques) if "answers" in each.requires]
     if names and not implements(taskset, Votable):
         raise ConfigError(
@@ -116,7 +119,7 @@ def require_answers(config: RunConfig, taskset: Taskset) -> None:
 
 
 def require_divisible(config: RunConfig, taskset: Taskset, engine: Engine) -> None:
-    """Raise `ConfigError` if the rollout of a run cannot be divided among processes."""
+    """Raise `ConfigError` if the episodes of a run cannot be divided among several processes."""
     count = config.rollout.processes
     if ends_freely(taskset):
         raise ConfigError(
@@ -136,7 +139,10 @@ def require_divisible(config: RunConfig, taskset: Taskset, engine: Engine) -> No
 
 
 def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
-    """Return policy, task set and engine for a server, whose clients send tasks and tools."""
+    """Return policy, task set and engine for a server to which clients send tasks and tools.
+
+    The task set has no tasks of its own.
+    """
     taskset = without_tasks("server")
     policy = load_policy(config)
     build_rollout(config, taskset)  # raises ConfigError if a package for the endpoint is missing
@@ -144,7 +150,7 @@ def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
 
 
 def without_tasks(name: str) -> Taskset:
-    """Return a task set without tools whose tasks cannot be run. `name` is its name in errors."""
+    """Return a task set without tools, of which no task can be run. Errors call it `name`."""
 
     def no_agent(*_: object) -> float:
         raise EnvError(f"{name} runs no task")
@@ -155,9 +161,10 @@ def without_tasks(name: str) -> Taskset:
 def build_generator(
     config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None
 ) -> Generator:
-    """Return the engine with the chat format: the model's template and the task set's tools.
+    """Return the engine with its chat format: the model's template with the tools of the task set.
 
-    Raises `ConfigError` if the model's tokenizer or template cannot be used.
+    If `engine` is given, it is used in place of the configured one. Raises `ConfigError` if the
+    model's tokenizer or template cannot be used.
     """
     try:
         engine = engine or build_engine(config, policy.merging, policy.pictures)
@@ -176,7 +183,10 @@ def build_generator(
 
 
 def at_eval_temperature(generator: Generator, config: EvalConfig) -> Generator:
-    """Return a generator that samples at `eval.temperature`, with the same engine."""
+    """Return a generator with the same engine that samples at `eval.temperature`.
+
+    A negative temperature means that of training.
+    """
     generator = replace(generator, signals=False)
     if config.temperature < 0:
         return generator
@@ -184,7 +194,7 @@ def at_eval_temperature(generator: Generator, config: EvalConfig) -> Generator:
 
 
 TEMPLATE_S = 30.0
-"""Seconds in which a chat template must render some short conversations. 0.1 s is usual."""
+"""Seconds in which a chat template must render some short conversations. Usually it takes 0.1 s."""
 
 
 def build_chat(
@@ -194,10 +204,10 @@ def build_chat(
     taskset: Taskset,
     pictures: PictureReader | None = None,
 ) -> Chat:
-    """Return the chat format of a policy with the tools of a task set.
+    """Return the chat format of a policy, with the tools of a task set.
 
-    `ends` are the tokens that end a reply, as the policy's generation config names them. Raises
-    `ConfigError` if the policy's tokenizer or template cannot be used.
+    `ends` are the tokens that end a reply. `pictures` turns pictures into tokens, for a policy that
+    reads them. Raises `ConfigError` if the tokenizer or its template cannot be used.
     """
     try:
         with (
@@ -230,11 +240,11 @@ def warn_of_giveaways(taskset: Taskset) -> None:
 
 
 def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> None:
-    """Print a warning if the chat template describes no tools in prompts, and the run does not,
-    either.
+    """Print a warning if prompts do not describe the tools of the task set.
 
-    There is no warning for the package's own policies, which were trained on their tools. With an
-    external agent, the tools are not known yet, because the agent sends them with its calls.
+    That is so if the model's chat template does not, and the option `tools_in_prompt` is not set.
+    There is no warning for the package's own policies, which were trained on their tools. An
+    external agent sends its tools later, so for it only the template and the option are checked.
     """
     folders = {folder.resolve() for folder in SHIPPED_POLICIES.values()}
     prompts, names = f"the prompts of {config.task.env}", "which tools there are"
@@ -257,12 +267,11 @@ def _print_note(text: str) -> None:
 def build_engine(
     config: RunConfig, merging: Merging | None, pictures: PictureInputs | None = None
 ) -> EnginePool:
-    """Return the configured engines as one pool.
+    """Return all configured engines as one pool.
 
-    `merging` describes LoRA adapters, if the run has any. `pictures` are those of a vision-language
-    model.
-
-    Raises `ConfigError` if the engine needs `engine.urls` and none is given.
+    `merging` describes the LoRA adapters of the run, and is None without. `pictures` is what the
+    policy needs to read pictures, and is None if it cannot. Raises `ConfigError` if the engine does
+    not support an option, or needs `engine.urls` and none is given.
     """
     options = config.engine
     spec = engine_spec(options.backend)
@@ -275,9 +284,9 @@ def build_engine(
         raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
     if options.truncated_by and not spec.keeps_sets:
         raise ConfigError(
-            f"{options.truncated_by} needs engine.backend = embedded: {options.backend} does not "
-            "return the tokens among which each token was drawn, so no log-probability could be "
-            "taken over them"
+            f"{options.truncated_by} needs engine.backend = embedded or vllm: {options.backend} "
+            "does not return the tokens among which each token was drawn, so no log-probability "
+            "could be taken over them"
         )
     urls = options.urls.split() or [""] * options.num_started
     max_running = math.ceil(options.max_running / options.num_started)
@@ -302,6 +311,7 @@ def build_engine(
             max_running=max_running,
             max_context=options.max_context,
             logit_bias=options.biases,
+            truncation=Truncation(options.top_p, options.top_k, options.min_p),
             keep_cache=options.keep_cache,
             load_tokens=options.load_tokens,
             deltas=sends_deltas and (shares_deltas(config) or packs_weights(config)),
@@ -334,11 +344,11 @@ def build_engine(
 def build_rollout(
     config: RunConfig, taskset: Taskset, *, on_event: Callable[..., None] = lambda kind, **_: None
 ) -> Callable[..., Rollout]:
-    """Return a function that creates the object that runs episodes.
+    """Return a function that creates the object that runs episodes of `taskset`.
 
-    For a task set of an external agent (`ExternalAgent`), all such objects share one HTTP endpoint.
-    Raises `ConfigError` for such a task set if a package is missing, if a technique limits
-    episodes, or if the run is deterministic.
+    If an external agent runs them (`ExternalAgent`), all such objects share one HTTP endpoint.
+    Raises `ConfigError` for an external agent if a package is missing, or if a technique, an
+    advantage estimator or `deterministic` cannot be used with it.
     """
     if isinstance(taskset, IsolatedTasks):
         taskset.workers.on_event = on_event
@@ -372,7 +382,9 @@ def build_rollout(
 
 
 def _require_credit_by_role(config: RunConfig, taskset: Taskset) -> None:
-    """Raise `ConfigError` if a task set has roles that the advantages do not distinguish."""
+    """Raise `ConfigError` if a task set has roles and the advantages of the run do not distinguish
+    them.
+    """
     if not getattr(taskset, "roles", ()):
         return
     if config.advantage.estimator in ("turn_level", "gae"):
@@ -394,6 +406,9 @@ def _require_credit_by_role(config: RunConfig, taskset: Taskset) -> None:
 
 
 def ends_freely(taskset: Taskset) -> bool:
-    """Return True if an external agent calls the policy, whose reply may then end with a text."""
+    """Return True if an external agent (`ExternalAgent`) runs the episodes of `taskset`.
+
+    Such an agent decides itself when an episode ends.
+    """
     inner = taskset.inner if isinstance(taskset, IsolatedTasks) else taskset
     return isinstance(inner, ExternalAgent)

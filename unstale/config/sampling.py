@@ -309,6 +309,12 @@ class EngineConfig(Section):
                 f"{self.truncated_by} keeps only the most probable token: its log-probability is "
                 "always 0, so there is nothing to train on"
             )
+        if self.truncated_by and self.backend == "vllm" and not self.top_k:
+            raise ConfigError(
+                f"engine.top_k must be above 0 with {self.truncated_by} and engine.backend = vllm, "
+                "got 0: vLLM returns the kept sets only of requests with a top-k. Set "
+                "--engine.top_k 512"
+            )
         if self.truncated_by and self.bitwise:
             raise ConfigError(
                 f"engine.bitwise must be false with {self.truncated_by}: equal bits need the same "

@@ -13,6 +13,7 @@ from pathlib import Path
 from unstale.config import Adapters, Dtype, RunConfig, Transfer
 from unstale.config.plugins import Plugins, modules
 from unstale.engines import Engine
+from unstale.kept_sets import WHOLE, Truncation
 from unstale.model.lora import Merging
 from unstale.pictures import PictureStore
 
@@ -74,6 +75,10 @@ class EngineOptions:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Tokens, and the numbers that are added to their logits before the temperature (embedded
     engine only).
+    """
+    truncation: Truncation = WHOLE
+    """How requests that are not greedy are truncated. An embedded engine reads it from each
+    request.
     """
     max_context: int = 2048
     """Largest number of tokens in a sequence. A reply that reaches it ends with the reason

@@ -52,6 +52,7 @@ from unstale.engines.session import EngineSession, deadline
 from unstale.engines.shared_weights import SharedWeights
 from unstale.engines.usage import UsageCounters
 from unstale.engines.vllm_server import VllmServer
+from unstale.kept_sets import KeptSets
 from unstale.records import Sampled
 from unstale.routed_experts import RoutedExperts, num_experts, pack_experts
 from unstale.threads import in_thread
@@ -125,6 +126,8 @@ class ServerReply:
     finish_reason: str
     cached_tokens: int
     """Number of context tokens that the server found in its prefix cache."""
+    kept_sets: KeptSets | None = None
+    """The kept sets of the tokens. None if the server returns none."""
     routed_experts: memoryview = NO_EXPERTS
     """The experts that an MoE model chose for each token, as JSON text in the server's own
     encoding. The first row belongs to the first token for which the request asked experts. The text
@@ -504,6 +507,7 @@ class RemoteEngine(ABC):
             params,
             max_context=limit,
             vocab_size=self.sizes.vocab_size,
+            keeps_sets=bool(self.options.truncation),
             versions=self.versions,
         )
         if 0 < params.temperature < self.MIN_TEMPERATURE:
@@ -567,8 +571,17 @@ class RemoteEngine(ABC):
         if max(logps, default=-1.0) >= 0:
             logps = tuple(min(0.0, logp) for logp in logps)
         if params.temperature == 0:  # greedy sampling: the chosen token has probability 1
-            logps = (0.0,) * len(tokens)
-        return Sampled(tokens, logps, version)
+            return Sampled(tokens, (0.0,) * len(tokens), version)
+        if not params.truncation or not tokens:
+            return Sampled(tokens, logps, version)
+        kept = reply.kept_sets
+        if kept is None:
+            reason = f"{params.truncation} is set, but the server returns no kept sets"
+            raise self._fail(session, f"{reason}: start it with --return-sampling-mask")
+        if len(kept) != len(tokens) or not kept.contain(tokens):
+            reason = f"the {len(kept)} kept sets of {len(tokens)} tokens do not contain them"
+            raise self._fail(session, reason)
+        return Sampled(tokens, logps, version, kept_sets=kept)
 
     async def _verified(self, session: "_Session") -> None:
         """Wait for the probe, the test of the loaded weights. Raise its error if it fails."""
@@ -612,10 +625,11 @@ class RemoteEngine(ABC):
         The true values are those of the trainer's model with `weights`.
         """
         prompt = self._probe_prompt(version)
-        request = self.generate(next(self._request_ids), prompt, _PROBE_PARAMS)
+        params = replace(_PROBE_PARAMS, **self.options.truncation._asdict())
+        request = self.generate(next(self._request_ids), prompt, params)
         async with self._deadline(session, LOAD_S, "no reply to the probe"):
             reply = await self._while_alive(session, request)
-        piece = self._checked_piece(reply, _PROBE_PARAMS, version)
+        piece = self._checked_piece(reply, params, version)
         if not piece.tokens:
             raise self._fail(session, "the reply to the probe has no tokens")
         if self.options.record_experts and not reply.has_experts:
@@ -625,17 +639,20 @@ class RemoteEngine(ABC):
             )
             raise self._fail(session, reason)
         expected = await session.while_alive(
-            in_thread(self._expected_logps, weights, [*prompt, *piece.tokens])
+            in_thread(self._expected_logps, weights, [*prompt, *piece.tokens], piece.kept_sets)
         )
         return (expected[len(prompt) - 1 :] - torch.tensor(piece.behavior_logp)).abs()
 
-    def _expected_logps(self, weights: Mapping[str, Tensor], tokens: Sequence[int]) -> Tensor:
+    def _expected_logps(
+        self, weights: Mapping[str, Tensor], tokens: Sequence[int], kept_sets: KeptSets | None
+    ) -> Tensor:
         """Return the trainer's log-probabilities of all `tokens` except the first, `[T - 1]`.
 
-        Runs in a thread.
+        Those of the last tokens are over their `kept_sets`. Runs in a thread.
         """
         with _reading(weights):  # the thread may run on after the probe was cancelled
-            return self._reference.logps(weights, tokens, temperature=_PROBE_PARAMS.temperature)
+            heat = _PROBE_PARAMS.temperature
+            return self._reference.logps(weights, tokens, temperature=heat, kept_sets=kept_sets)
 
     def _probe_prompt(self, version: int) -> list[int]:
         """Return random prompt tokens for the probe, the same for all engines that load

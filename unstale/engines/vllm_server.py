@@ -50,6 +50,7 @@ _OPTIONS = {
     "--max-num-seqs": "engine.max_running",
     "--max-model-len": "engine.max_context",
     "--enable-return-routed-experts": "trainer.routing_replay",
+    "--return-sampling-mask": "engine.top_k",
     "--weight-transfer-config": "engine.transfer",
     "--enable-lora": "engine.adapters",
     "--max-loras": "schedule.max_staleness",
@@ -103,6 +104,8 @@ class VllmServer:
             self._arguments.append(f"--quantization={quantization}")
         if options.record_experts:
             self._arguments.append("--enable-return-routed-experts")
+        if options.truncation:
+            self._arguments.append("--return-sampling-mask")
         if options.transfer == "nccl":
             self._arguments.append('--weight-transfer-config={"backend": "nccl"}')
         if not torch.cuda.is_available():

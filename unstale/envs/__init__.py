@@ -1,4 +1,5 @@
-"""The Protocols of environments and task sets. An environment exchanges messages with the policy.
+"""The interfaces (Protocols) of environments, which exchange messages with the policy, and task
+sets.
 
 A task set creates the environments of its tasks. `chat.py` converts messages to tokens.
 """
@@ -19,13 +20,11 @@ from unstale.records import Task
 _Contract = TypeVar("_Contract")
 
 MAX_REWARD = 1e15
-"""Largest absolute value of a reward. Squares of larger ones would not fit into float32."""
+"""Largest absolute value of a reward. The square of a larger one would not fit into float32."""
 MAX_FACT = 1e300
-"""Largest absolute value of a fact (see `Turn.facts`), so that the sum over a batch is finite."""
+"""Largest absolute value of a fact (see `Turn.facts`). The sum over a batch stays finite."""
 _TASKS_PER_SEED = 10**9
-"""Number of task numbers reserved for each seed of a run, so that two runs with different seeds
-share no task.
-"""
+"""Number of task numbers for each seed of a run. Runs with different seeds then share no task."""
 
 
 def tool_schema(
@@ -33,7 +32,7 @@ def tool_schema(
 ) -> dict[str, Any]:
     """Return the schema of a tool in the format that chat templates expect.
 
-    `properties` has the schema of each argument by name. All arguments are required.
+    `properties` is name of an argument -> JSON schema of its value. All arguments are required.
     """
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     function = {"name": name, "description": description, "parameters": parameters}
@@ -42,23 +41,20 @@ def tool_schema(
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the policy.
-
-    If the call is malformed, `error` has the reason; otherwise `error` is empty.
-    """
+    """A tool call of the policy. `error` is the reason if it is malformed, otherwise empty."""
 
     name: str
     arguments: Mapping[str, Any]
     error: str = ""
     id: str = field(default="", compare=False)
-    """The id of the call. Empty if the policy wrote none; most chat templates have no ids."""
+    """The call's id. Empty if the policy wrote none, as with most chat templates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture in a message: the bytes of its file, such as a PNG or JPEG.
+    """A picture in a message: the bytes of a file such as a PNG or JPEG.
 
-    It stands after the first `at` characters of the message's content.
+    It comes after the first `at` characters of the message's content.
     """
 
     data: bytes = field(repr=False)
@@ -72,19 +68,21 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation, with the fields that chat templates use."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     thoughts: str = ""
-    """The assistant's reasoning text, if the chat template has such texts."""
+    """The reasoning text of a reply. Empty without one."""
     images: tuple[Image, ...] = ()
-    """The pictures of a user's message, in their order. Only a vision-language model reads them."""
+    """The pictures in a user's message or a tool's result, in order. Only a vision-language model
+    can read them.
+    """
 
     @property
     def parts(self) -> Iterator[str | Image]:
-        """The text and the pictures of the content, in their order."""
+        """The pieces of text and the pictures of the message, in order."""
         start = 0
         for image in self.images:
             if image.at > start:
@@ -99,15 +97,15 @@ ROLES: tuple[str, ...] = get_args(Message.__annotations__["role"])
 
 
 class EnvError(Exception):
-    """Error of an environment. The episode is tried again, and counts as failed if this goes on."""
+    """Error: an environment failed. The episode is tried again, up to `rollout.retries` times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An environment's answer to a reply: new messages, and the rewards if the episode ends now.
+    """An environment's answer to a reply: new messages, and the rewards if the episode ends here.
 
-    Numbers may be NumPy or torch scalars. Raises `EnvError` with the field's name for a value that
-    is not a finite number.
+    Numbers may be NumPy or torch scalars. Raises `EnvError`, with the name of the field, for a
+    value that is no finite number.
 
     >>> Turn((), done=True, rewards={"right": True}).rewards
     {'right': 1.0}
@@ -116,18 +114,18 @@ class Turn:
     messages: tuple[Message, ...]
     done: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of the whole episode by name, used if the episode ends after this turn, by `done` or
-    by a limit of turns or tokens. Without rewards in the last turn, the episode's reward is 0.
-    Rewards of earlier turns are not used. The episode's reward is the sum of the named rewards, or
-    the result of the task set's `combine`. A single number is stored as `{"reward": number}`.
+    """Name -> reward of the whole episode. It counts if the episode ends after this turn, because
+    of `done` or a limit of turns or tokens. Rewards of earlier turns do not count, and an episode
+    whose last turn has none gets 0. The episode's reward is the sum of these rewards, or the result
+    of the task set's `combine`. A single number is stored as `{"reward": number}`.
     """
     reward: float = 0.0
-    """Reward of the last reply alone. The advantage estimator `turn_level`, the technique
-    `step_groups`, and `limits` without `limits.request` use it.
+    """Reward of the last reply only. It is used by the advantage estimator `turn_level`, the
+    technique `step_groups`, and `limits` without `limits.request`.
     """
     facts: Mapping[str, float] = field(default_factory=dict)
-    """Numbers for metrics, which do not affect the reward. An episode has the facts of all its
-    turns. If several turns have a fact of one name, the last one counts.
+    """Name -> number for metrics, without effect on the reward. An episode has the facts of all its
+    turns. If several have the same name, the last one counts.
     """
 
     def __post_init__(self) -> None:
@@ -139,9 +137,9 @@ class Turn:
 
 
 def read_rewards(rewards: Any, source: str = "Turn.") -> dict[str, float]:
-    """Return a reward value as rewards by name. A single number becomes `{"reward": number}`.
+    """Return rewards as name -> number. A single number becomes `{"reward": number}`.
 
-    Raises `EnvError` for another value. `source` begins the error's message.
+    Raises `EnvError` for any other value, with a message that begins with `source`.
 
     >>> read_rewards(1), read_rewards({"right": True})
     ({'reward': 1.0}, {'right': 1.0})
@@ -170,15 +168,18 @@ def _messages(messages: Any) -> tuple[Message, ...]:
 
 
 def _require_images(message: Message) -> None:
-    """Raise `EnvError` for pictures that are not where a message can have them."""
+    """Raise `EnvError` for pictures outside of a user's message, or not in the order of their
+    places.
+    """
     places = [image.at for image in message.images if isinstance(image, Image)]
     if len(places) < len(message.images) or places != sorted(places):
         raise EnvError("Message.images must be a tuple of Image(data, at) in the order of `at`")
     if places and (
-        message.role != "user" or not 0 <= places[0] <= places[-1] <= len(message.content)
+        message.role not in ("user", "tool")
+        or not 0 <= places[0] <= places[-1] <= len(message.content)
     ):
         raise EnvError(
-            "Message.images must be of a message of the role user, with `at` within its content; "
+            "Message.images must be of the role user or tool, with `at` within the content; "
             f"got role {message.role}, at {places}"
         )
 
@@ -190,9 +191,9 @@ def _numbers(name: str, values: Any, *, most: float = MAX_FACT) -> dict[str, flo
 
 
 def _number(name: str, value: Any, key: Any = None, *, or_else: str = "", most: float) -> float:
-    """Return a number as float. It may be a Decimal, or a scalar of NumPy or torch.
+    """Return a number as float. Decimals and scalars of NumPy or torch are numbers, too.
 
-    Raises `EnvError` for other values, and for a number whose absolute value exceeds `most`.
+    Raises `EnvError` for any other value, and for an absolute value above `most`.
     """
     if type(value) is float and -most <= value <= most:
         return value
@@ -208,25 +209,27 @@ def _number(name: str, value: Any, key: Any = None, *, or_else: str = "", most: 
 
 
 class Env(Protocol):
-    """The environment of one episode. It has its own seed and is used only once.
+    """The environment of one episode, used only once.
 
-    A method that is not a coroutine is run in a thread. Both methods may raise `EnvError`.
+    `begin` and `step` may be coroutines. Otherwise they run in a thread. They may raise `EnvError`.
     """
 
     def begin(self) -> Awaitable[Turn] | Turn:
-        """Start the episode. Return its first messages, such as a system and a user message."""
+        """Start the episode. Return a turn with the first messages, such as a system and a user
+        message.
+        """
         ...
 
     def step(self, reply: Message) -> Awaitable[Turn] | Turn:
-        """Return the environment's answer to a reply of the policy. `reply.role` is "assistant"."""
+        """Return the environment's answer to a reply of the policy, whose role is "assistant"."""
         ...
 
 
 def implements(value: object, protocol: Callable[..., _Contract]) -> TypeGuard[_Contract]:
-    """Return True if a value has all public members of a protocol and none of them is None.
+    """Return True if `value` has all public members of a protocol and none of them is None.
 
-    Members may come from `__getattr__`. In Python 3.11 `isinstance` collects the members anew at
-    each call, which takes 20 to 40 us. Every episode makes several of these checks.
+    Members may come from `__getattr__`. This is much faster than `isinstance`, which takes 20 to 40
+    us in Python 3.11.
 
     >>> implements(NumberedTasks(), HasIdentities), implements(ListedTasks(), HasIdentities)
     (False, True)
@@ -236,30 +239,28 @@ def implements(value: object, protocol: Callable[..., _Contract]) -> TypeGuard[_
 
 @cache
 def members(protocol: Any) -> tuple[str, ...]:
-    """Return the names of the public members that a protocol and its bases declare."""
+    """Return the names of the public members of a protocol and its bases."""
     declared = [{**vars(base), **vars(base).get("__annotations__", {})} for base in protocol.mro()]
     return tuple(name for names in declared for name in names if not name.startswith("_"))
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An environment whose state can be saved and restored, to continue an episode after a resume.
+    """An environment whose state can be saved, so that a resumed run restores it.
 
-    Without these methods, a resumed run sends the recorded replies to a new environment. That
-    environment must answer them as the first one did.
+    Without it, a resumed run sends the recorded replies to a new environment, which must answer
+    them in the same way as before.
     """
 
     def snapshot(self) -> str | None:
-        """Return the environment's state between two replies as text, for the journal.
-
-        Return None to store nothing.
-        """
+        """Return the state between two replies as text, for the journal. None stores nothing."""
         ...
 
     async def resume(self, state: str) -> None:
-        """Restore a state that `snapshot` returned, in a new environment of the same task and seed.
+        """Restore a state that `snapshot` returned. The environment is new and has the same task
+        and seed.
 
-        Called instead of `begin`.
+        It is called instead of `begin`.
         """
         ...
 
@@ -268,7 +269,7 @@ class Resumable(Protocol):
 class HasSimulatedDelays(Protocol):
     """An environment that waits to simulate slow tools.
 
-    It must not wait while `replaying` is True, because a resumed run then repeats recorded replies.
+    It must not wait while `replaying` is True: a resumed run then repeats recorded replies.
     """
 
     replaying: bool
@@ -276,59 +277,61 @@ class HasSimulatedDelays(Protocol):
 
 @runtime_checkable
 class Closable(Protocol):
-    """An environment with resources that must be released when its episode ends or fails."""
+    """An environment that holds resources until its episode ends or fails."""
 
     def close(self) -> Awaitable[None] | None:
-        """Release the resources within a few seconds. An error fails the episode."""
+        """Release the resources within a few seconds. An error makes the episode fail."""
         ...
 
 
 @runtime_checkable
 class HasWorker(Protocol):
-    """An environment in a worker process. `rollout.timeout_s` excludes the process's start."""
+    """An environment in a worker process. `rollout.timeout_s` does not include the process's
+    start.
+    """
 
     def worker_start(self) -> Awaitable[None] | None:
         """Assign a worker process to the environment.
 
-        Return an awaitable that waits for the start of the process, or None if it has started.
-        Raises `EnvError` if no process can be started. The awaitable raises it if the start fails.
+        Return an awaitable that waits for the start of the process, or None if it has started. The
+        method and the awaitable raise `EnvError` if the process cannot be started.
         """
 
     def close(self) -> Awaitable[None]:
-        """Release the worker."""
+        """Release the worker process."""
 
 
 class Taskset(Protocol):
-    """A set of training and held-out tasks, which creates the environment of each task.
+    """A set of training and held-out tasks. It creates the environment of each task.
 
-    If it is also an asynchronous context manager, the run enters it before the first episode.
+    The run enters it before the first episode if it is an asynchronous context manager.
     """
 
     name: str
     tools: tuple[Mapping[str, Any], ...]
-    """JSON schemas of the tools, in the format that chat templates expect."""
+    """Schemas of the tools, in the format that chat templates expect."""
 
     def train(self, seed: int) -> Iterator[Task]:
-        """Yield training tasks endlessly. Their order must depend only on `seed`."""
+        """Yield training tasks endlessly, in an order that depends only on `seed`."""
         ...
 
     def held_out(self, count: int) -> list[Task]:
         """Return up to `count` held-out tasks.
 
-        They must be the same in every call, and `train` must never yield one of them.
+        Every call must return the same ones, and `train` must yield none of them.
         """
         ...
 
     def env(self, task: Task, seed: int) -> Env:
-        """Return a new environment for an episode of a task.
+        """Return a new environment for one episode of a task.
 
-        All its random choices must be derived from `task` and `seed`.
+        All its random choices must follow from `task` and `seed`.
         """
         ...
 
 
 class NumberedTasks:
-    """A base class for task sets that create each task from its number."""
+    """A base class for task sets that generate a task from its number."""
 
     name: str
 
@@ -340,18 +343,22 @@ class NumberedTasks:
 
     @staticmethod
     def seed_of(task: Task) -> int:
-        """Return a random seed of 31 bits: odd for a training task, even for a held-out task."""
+        """Return a random seed of 31 bits for a task: odd for training tasks, even for held-out
+        ones.
+        """
         return 2 * Random(task.key).getrandbits(30) + (task.split == "train")
 
 
 class ListedTasks:
-    """A base class for task sets with a list of training tasks and a list of held-out tasks."""
+    """A base class for task sets whose `data` is a list of tasks for each split."""
 
     name: str
     data: Mapping[str, Sequence[Any]]
 
     def train(self, seed: int) -> Iterator[Task]:
-        """Yield the training list endlessly, each time in a new order and with new task numbers."""
+        """Yield the listed training tasks again and again, each time in a new order and with new
+        numbers.
+        """
         number = len(self.data["train"])
         for begin in range(0, _TASKS_PER_SEED - number, number):
             order = Random(f"{self.name}/{seed}/{begin}").sample(range(number), number)
@@ -366,128 +373,125 @@ class ListedTasks:
         ]
 
     def identity(self, task: Task) -> str:
-        """Return the name of a task's entry in the list.
-
-        All repetitions of the task have this name.
+        """Return a name of the task's entry in the list, which all repetitions of the task
+        share.
         """
         number = task.index % _TASKS_PER_SEED % len(self.data[task.split])
         return f"{task.env}/{task.split}/{number}"
 
     def data_of(self, task: Task) -> Any:
-        """Return the data of a task, which is its entry in the list of tasks."""
+        """Return the task's entry in the list."""
         data = self.data[task.split]
         return data[task.index % _TASKS_PER_SEED % len(data)]
 
     def place_of(self, task: Task) -> str:
-        """Return the file and the line from which a task was read.
-
-        Empty if it was not read from a file.
-        """
+        """Return the file and line from which the task was read. Empty without a file."""
         return str(getattr(self.data_of(task), "place", ""))
 
 
 @runtime_checkable
 class HasIdentities(Protocol):
-    """A task set that yields the same task several times, each time under another number."""
+    """A task set that yields a task several times, each time with another number."""
 
     def identity(self, task: Task) -> str:
-        """Return a name of a task that does not depend on its number."""
+        """Return a name that all repetitions of the task share."""
         ...
 
 
 def task_identity(taskset: Taskset, task: Task) -> str:
-    """Return a name of the task that all its repetitions share, for statistics of tasks."""
+    """Return a name that all repetitions of the task share. It is the key of a task without
+    repetitions.
+    """
     return taskset.identity(task) if implements(taskset, HasIdentities) else task.key
 
 
 @runtime_checkable
 class HasTexts(Protocol):
-    """A task set with a text of each task, for techniques that compare tasks."""
+    """A task set whose tasks have texts, for techniques that compare tasks."""
 
     def text(self, task: Task) -> str:
-        """Return the words of a task, such as its question. Empty if the task has none."""
+        """Return the text of a task, such as its question. Empty without one."""
         ...
 
 
 def task_text(taskset: Taskset, task: Task) -> str:
-    """Return the words of a task, without running it.
-
-    Empty if the task set has no method `text`.
+    """Return the text of a task, such as its question. Empty if the task set has no method
+    `text`.
     """
     return taskset.text(task) if implements(taskset, HasTexts) else ""
 
 
 @runtime_checkable
 class Votable(Protocol):
-    """A task set whose episodes end with an answer that can be compared with those of others."""
+    """A task set whose tasks ask for an answer, so that attempts at a task can vote."""
 
     def answer_of(self, task: Task, reply: str) -> str:
-        """Return the answer that an episode's last reply gives. Empty if it gives none.
+        """Return the answer in an episode's last reply, in a form that is equal for equal answers.
 
-        Equal answers are equal texts. The reward of a task must not be used.
+        Empty if the reply has none. The method must not use the task's right answer.
         """
         ...
 
 
 def task_answer(taskset: Taskset, task: Task, reply: str) -> str:
-    """Return the answer that an episode's last reply gives. Empty without one."""
+    """Return the answer in an episode's last reply. Empty without one, or without `answer_of`."""
     return taskset.answer_of(task, reply) if implements(taskset, Votable) else ""
 
 
 @runtime_checkable
 class HasGiveaways(Protocol):
-    """A task set that can detect tasks that reward an empty or a constant reply."""
+    """A task set that can find its tasks that reward an empty or constant reply."""
 
     def giveaways(self) -> str:
-        """Return a sentence about tasks that reward an empty or a constant reply.
-
-        Empty if there are none.
+        """Return a sentence that warns of tasks that reward an empty or constant reply. Empty if
+        there are none.
         """
         ...
 
 
 @runtime_checkable
 class HasDemonstrations(Protocol):
-    """A task set that can solve its own tasks, for a supervised start (`sft.steps`)."""
+    """A task set that can solve its tasks, for supervised training at the start (`sft.steps`)."""
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """Return a conversation that solves a task: prompt, replies and the environment's answers.
+        """Return a conversation that solves the task: prompt, replies and answers of the
+        environment.
 
-        Raises `ConfigError` if the task has no demonstration.
+        Raises `ConfigError` if the task has none.
         """
         ...
 
 
 @runtime_checkable
 class HasCorrections(Protocol):
-    """A task set that finds wrong replies, for instance by a judge and a teacher."""
+    """A task set that can find the first wrong reply of an episode, for instance with a judge."""
 
     def correction(
         self, task: Task, replies: Sequence[Message]
     ) -> Awaitable[tuple[int, Message | str] | None] | tuple[int, Message | str] | None:
-        """Return the index of the first wrong reply of an episode, and a right reply in its place.
+        """Return the index of an episode's first wrong reply, and what should be in its place.
 
-        A text is only the beginning of a reply: its right steps, and the next one as it should be.
-        The policy goes on with the reply. None if no reply is wrong.
+        A `Message` is a whole reply. A text is the beginning of one, which the policy continues:
+        its right steps and the corrected next step. Return None if no reply is wrong.
         """
         ...
 
 
 @runtime_checkable
 class HasTaskTools(Protocol):
-    """A task set whose tasks have different tools, such as a mixture of other task sets.
+    """A task set whose tasks have different tools, such as a mixture of task sets.
 
-    `tools` has the tools of all tasks.
+    `tools` has the tools of all its tasks.
     """
 
     def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        """Return the JSON schemas of the tools of a task."""
+        """Return the schemas of the tools of this task."""
         ...
 
 
 @runtime_checkable
 class RewardCombiner(Protocol):
-    """A task set with a method that combines the named rewards of an episode into one."""
+    """A task set that computes an episode's reward from its named rewards."""
 
     def combine(self, rewards: Mapping[str, float]) -> float:
         """Return the reward of an episode from its named rewards."""
@@ -495,10 +499,10 @@ class RewardCombiner(Protocol):
 
 
 def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
-    """Return the turn with one combined reward, if it has rewards and the task set combines them.
+    """Return a turn whose named rewards are combined by the task set's method `combine`.
 
-    The task set does so if it has the method `combine`. The named rewards become facts
-    `reward/<name>`, which are logged.
+    They become facts `reward/<name>`, which are logged. Without rewards or without `combine`, the
+    turn is returned unchanged.
     """
     name = f"the result of combine() of {taskset.name}"
     if not (turn.rewards and implements(taskset, RewardCombiner)):

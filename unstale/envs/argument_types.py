@@ -1,8 +1,8 @@
-"""Convert the text arguments of a tool call to values of the types in the tool's JSON schema.
+"""Convert the text arguments of a tool call to the types in the tool's JSON schema.
 
-Tool libraries write schemas in many ways, with names of types from Python and Java, and with
-annotations such as `Optional[list[int]]`. A schema that is not understood allows any type: text
-that is JSON then becomes its value, and other text stays text.
+Tool libraries also write types as names of Python or Java, and as annotations such as
+`Optional[list[int]]`. A schema that is not understood allows any type: text that is JSON is then
+converted, and other text is kept.
 """
 
 import ast
@@ -16,14 +16,14 @@ from urllib.parse import unquote, urljoin
 from unstale.envs.strict_json import STRICT_DECODER, loads, read_float
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""For each tool, by its name: the JSON schema of its arguments, which are an object."""
+"""Name of a tool -> JSON schema of its arguments."""
 
 _MAX_SCHEMAS = 200
-"""Largest number of parts of a schema that are read to find the type of a value."""
+"""Largest number of subschemas that are read to find the type of a value."""
 _MAX_NODES = 5_000
-"""Largest number of parts of a schema that are searched for a referenced name."""
+"""Largest number of nodes of a schema that are searched for a reference's target."""
 _MAX_ANNOTATION = 200
-"""Largest number of characters of a type that is read as a Python annotation."""
+"""Largest number of characters of a Python annotation that is read as a type."""
 _MAX_LITERAL = 10_000
 """Largest number of characters of a Python literal that is read as a value."""
 _TYPES = {
@@ -36,20 +36,20 @@ _TYPES = {
     "null": "null none nonetype",
 }
 _TYPE_OF = {word: name for name, words in _TYPES.items() for word in words.split()}
-"""The JSON Schema type of each type name that tool libraries write, in lower case."""
+"""Name of a type in some tool library, in lower case -> type in JSON Schema."""
 
 
 def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
-    """Return the schema of each tool's arguments, by the tool's name."""
+    """Return name of a tool -> JSON schema of its arguments."""
     functions = [_mapping(tool.get("function", tool)) for tool in tools]
     return {str(each.get("name")): _mapping(each.get("parameters")) for each in functions}
 
 
 def argument_value(text: str, name: str, parameters: Any) -> Any:
-    """Convert an argument of a tool call, given as text, to a value of the type in its schema.
+    """Return the value of a tool's argument, given as `text`, in the type of its schema.
 
-    `name` is the argument's name, and `parameters` the schema of all arguments of the tool, in
-    which local references are looked up.
+    `name` is the argument. `parameters` is the schema of all arguments, in which references are
+    looked up.
     """
     parameters = _mapping(parameters)
     others = parameters.get("additionalProperties")
@@ -58,10 +58,10 @@ def argument_value(text: str, name: str, parameters: Any) -> Any:
 
 
 def typed_value(text: str, schema: Any, root: Any = None) -> Any:
-    """Convert the text of an argument to a value of the type in its schema.
+    """Return the value of a `text` in the type of its schema.
 
-    Text that is not such a value stays text. If the schema has no type, text that is JSON becomes
-    its value. References are looked up in `root`, by default in the schema.
+    Text that does not fit the type is returned unchanged. Without a type in the schema, JSON is
+    converted. References are looked up in `root`, by default in the schema itself.
 
     >>> typed_value("5", {"type": "integer"}), typed_value("5", {"type": "string"})
     (5, '5')
@@ -90,7 +90,7 @@ def typed_value(text: str, schema: Any, root: Any = None) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Return the list or object that a Python literal describes. None for any other text."""
+    """Return the value of a Python list, tuple or dict literal. None for any other text."""
     if len(text) > _MAX_LITERAL or text[:1] not in ("[", "{", "("):
         return None
     try:
@@ -104,8 +104,8 @@ def _literal(text: str) -> Any:
 def literal_value(tree: ast.expr, source: str) -> Any:
     """Return the value of a Python literal, in the types of JSON.
 
-    `tree` is the literal's syntax tree, and `source` the text of the code. Raises `ValueError` for
-    other code, and for what `strict_json.loads` refuses.
+    `tree` is the literal's syntax tree, and `source` the text from which it was parsed. Raises
+    `ValueError` for other code, and for numbers and names that `strict_json.loads` refuses.
     """
     try:
         for node in ast.walk(tree):
@@ -121,20 +121,20 @@ def literal_value(tree: ast.expr, source: str) -> Any:
 
 
 class _TypeReader:
-    """A reader of the types that a schema allows.
+    """Finds the types that a schema allows.
 
-    It reads at most `_MAX_SCHEMAS` parts of the schema. References could otherwise lead to any
-    number of parts.
+    It reads at most `_MAX_SCHEMAS` subschemas, since references could lead to endlessly many.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        """The schema in which references are looked up."""
         self._left = _MAX_SCHEMAS
         self._nodes_left = _MAX_NODES
 
     def read(self, schema: Any) -> set[str]:
-        """Return the types of a schema. They include "any" if all types are allowed."""
+        """Return the JSON types that a schema allows, or among them "any" if it does not restrict
+        them.
+        """
         self._left -= 1
         if self._left < 0:
             return {"any"}
@@ -152,7 +152,7 @@ class _TypeReader:
         return types | ({"null"} if is_nullable else set())
 
     def _definition(self, reference: str) -> Any:
-        """Return the schema to which a reference such as `#/$defs/NAME` refers. None if unknown."""
+        """Return the target of a reference such as `#/$defs/NAME`. None if it is unknown."""
         address, _, fragment = reference.partition("#")
         fragment = unquote(fragment)
         base = str(_mapping(self._root).get("$id", ""))
@@ -170,10 +170,10 @@ class _TypeReader:
         return found
 
     def _find(self, schema: Any, key: str, wanted: str, base: str | None = None) -> Any:
-        """Return the part of a schema whose value of `key` is `wanted`.
+        """Return the part of a schema in which `key` has the value `wanted`.
 
-        With `base`, values are addresses relative to it. None if no part has it, or if more than
-        `_MAX_NODES` parts would be searched.
+        With `base`, values are URLs relative to it. None if there is no such part, or if the search
+        exceeds `_MAX_NODES`.
         """
         parts = [schema]
         while parts and self._nodes_left:
@@ -188,7 +188,9 @@ class _TypeReader:
 
 
 def _own_types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema states itself, by `type` or by the values that it allows."""
+    """Return the types that a schema allows by its own `type`, `enum` or `const`, without
+    references.
+    """
     named = schema.get("type")
     if isinstance(named, str | list | tuple) and named:
         names = [named] if isinstance(named, str) else named
@@ -207,7 +209,7 @@ def _choices(schema: Mapping[str, Any], word: str) -> Sequence[Any]:
 
 
 def _named_types(name: str) -> set[str]:
-    """Return the types that a name or a Python annotation allows.
+    """Return the JSON types that a type's name or a Python annotation allows.
 
     >>> sorted(_named_types("Optional[str]")), _named_types("list[int]"), _named_types("Person")
     (['null', 'string'], {'array'}, {'any'})

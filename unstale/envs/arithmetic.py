@@ -1,4 +1,4 @@
-"""Exact values of arithmetic expressions, which are given as a list of tokens."""
+"""Exact values of arithmetic expressions, given as lists of tokens."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ SCALES = {
     "lakh": 10**5,
     "crore": 10**7,
 }
-"""Words after a number, and the factors by which they multiply it."""
+"""Word after a number -> factor by which it multiplies the number."""
 _FACTORS: dict[str, int | Fraction] = {
     **SCALES,
     "k": 10**3,
@@ -27,30 +27,30 @@ _FACTORS: dict[str, int | Fraction] = {
 _MAX_TOKENS = 500
 _MAX_DEPTH = 40
 _MAX_BITS = 4096
-"""Largest number of bits of a numerator or denominator. It limits the time for one expression."""
+"""Largest number of bits of a numerator or denominator, which limits the time of a computation."""
 
 Value = Fraction | float | str | tuple["Value", ...]
 
 
 class Token(NamedTuple):
-    """A part of an expression, such as a number or an operator."""
+    """A token of an expression, such as a number or an operator."""
 
     kind: str
     text: str
     spaced: bool
-    """True if white space precedes the token."""
+    """True if white space comes before the token."""
 
 
 class _UnknownError(Exception):
-    """Error: an expression is not understood, or too large."""
+    """Error: an expression is not understood, or its value is too large."""
 
 
 def computed(tokens: Sequence[Token]) -> Value | None:
-    """Return the value of a whole expression, or None if any part of it is not understood.
+    """Return the value of an expression. None if any part of it is not understood.
 
-    Numbers are exact, unless a root is not. A list is a tuple: a bracket, the items, a bracket.
-    Plain numbers with `-` or several `/` and no space between them are a range or a date, which is
-    text.
+    A number is an exact `Fraction`, or a float if it has an irrational root. A list is a tuple
+    (bracket, items, bracket). Numbers joined by `-` or by several `/`, without spaces, are a range
+    or a date. Their value is their text.
     """
     text = _range_or_date(tokens)
     if text is not None:
@@ -85,9 +85,8 @@ class _Parser:
         self.place = self.depth = 0
 
     def items(self, opening: str, closing: str) -> Value:
-        """Parse one sum, or several sums separated by commas, with the brackets around them.
-
-        Return the value.
+        """Parse a sum, or several that commas separate, up to the bracket `closing`. Return its
+        value.
         """
         self.depth += 1
         if self.depth > _MAX_DEPTH:
@@ -102,7 +101,7 @@ class _Parser:
         return values[0] if len(values) == 1 else (opening, *values, last)
 
     def takes(self, *texts: str) -> bool:
-        """If the next token is one of `texts`, skip it and return True."""
+        """Return True and skip the next token if it is one of `texts`."""
         found = self.tokens[self.place].text in texts
         self.place += found
         return found
@@ -173,9 +172,7 @@ class _Parser:
         return self.items("{", "}")
 
     def mixed(self, whole: Fraction, token: Token) -> Fraction:
-        """Return the number `whole`, with the proper fraction that may follow it added (`2
-        1/2`).
-        """
+        """Return `whole` plus the proper fraction that may follow it, as in `2 1/2`."""
         following = self.tokens[self.place : self.place + 7]
         if is_mixed(token, following):
             self.place += 3 if following[0].kind == "number" else 7
@@ -185,7 +182,7 @@ class _Parser:
 
 
 def is_mixed(token: Token, following: Sequence[Token]) -> bool:
-    """Return True if a whole number is followed by a proper fraction of whole numbers."""
+    """Return True if `token` and the tokens after it are a mixed number, such as `2 1/2`."""
     shape = [each.kind if each.kind == "number" else each.text for each in following]
     texts = [token.text, *(each.text for each in following if each.kind == "number")][:3]
     if len(texts) < 3 or not all(text.isdecimal() and len(text) < 16 for text in texts):
@@ -196,7 +193,7 @@ def is_mixed(token: Token, following: Sequence[Token]) -> bool:
 
 
 def _read(text: str) -> Fraction:
-    """Return the number that a token's text names. It may have separators of thousands."""
+    """Return the number in a token's text, which may have separators of thousands."""
     if re.search(r"_\d\d?$", text):
         digits, _, base = text.partition("_")
         return Fraction(int(digits, int(base)))
@@ -226,7 +223,9 @@ def _checked(value: Fraction | float) -> Fraction | float:
 
 
 def _after(value: Fraction | float, sign: str) -> Fraction | float:
-    """Return a number after applying the factorial, scale word or unit that follows it."""
+    """Return a number to which the sign after it is applied: a factorial, a scale word or a
+    unit.
+    """
     if sign != "!":
         return _checked(value * _FACTORS[sign])
     if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= 400:
@@ -247,7 +246,7 @@ def _power(base: Fraction | float, exponent: Fraction | float) -> Fraction | flo
 
 
 def _root(value: Fraction | float, index: Fraction) -> Fraction | float:
-    """Return the real root of a number: exact if it is a fraction, otherwise a float."""
+    """Return the real root of a number: exact if it is rational, otherwise a float."""
     if index.denominator != 1 or not 2 <= index <= 100 or (value < 0 and index % 2 == 0):
         raise _UnknownError
     if value < 0:
@@ -260,7 +259,7 @@ def _root(value: Fraction | float, index: Fraction) -> Fraction | float:
 
 
 def _whole_root(value: int, index: int) -> int:
-    """Return the largest whole number whose power is not above `value`, by Newton's method."""
+    """Return the largest integer whose power `index` is at most `value`."""
     if index == 2:
         return isqrt(value)
     guess = 1 << -(-value.bit_length() // index)

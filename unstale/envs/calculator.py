@@ -26,14 +26,16 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
 }
 FUNCTIONS: dict[str, Callable[..., int]] = {"gcd": math.gcd, "lcm": math.lcm}
-"""The functions of two numbers that an expression may call."""
+"""Name of a function that an expression may call, with two numbers -> the function."""
 _ALLOWED = re.compile(rf"(?:[0-9+\-*(), ]|{'|'.join(FUNCTIONS)})*")
 _REFUSED = f"only whole numbers, + - * {' '.join(FUNCTIONS)} and parentheses"
 MAX_LENGTH = 100
 
 
 class CalculatorTasks(NumberedTasks):
-    """Tasks with arithmetic expressions. The reward is 1 if a reply ends with the right number."""
+    """Tasks with arithmetic expressions. The reward is 1 if the last reply ends with the right
+    number.
+    """
 
     name = "calculator"
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)
@@ -44,7 +46,7 @@ class CalculatorTasks(NumberedTasks):
         self.terms = terms
 
     def expression(self, task: Task) -> str:
-        """Return the arithmetic expression that a task asks for.
+        """Return the arithmetic expression of a task.
 
         >>> task = Task("calculator", "train", 1)
         >>> CalculatorTasks().expression(task) == CalculatorTasks().expression(task)
@@ -63,10 +65,7 @@ class CalculatorTasks(NumberedTasks):
         return given_answer(reply)
 
     def env(self, task: Task, seed: int) -> Question:
-        """Return the environment of a task.
-
-        `seed` is not used: the task's number decides everything.
-        """
+        """Return the environment of a task. `seed` is not used, because nothing in it is random."""
         expression = self.expression(task)
         prompts = (
             Message("system", "Work it out with the tool, then give the number."),
@@ -76,7 +75,7 @@ class CalculatorTasks(NumberedTasks):
 
 
 async def run(expression: str) -> str:
-    """Return the value of an expression as text. Raises `ValueError` as `calculate` does."""
+    """Return the value of an expression as text. Raises `ValueError` if it is not understood."""
     return str(calculate(expression))
 
 
@@ -117,10 +116,10 @@ def _value(node: ast.expr) -> int:
 
 
 def _functions_of(first: int, second: int) -> str:
-    """Return the calls that a pair of numbers could mean, in an order that depends on the numbers.
+    """Return a text that asks which function a pair of numbers is meant for.
 
-    A small policy copies the call that it reads first. In a fixed order it would never try the
-    other.
+    The order of the functions depends on the numbers. A small policy copies the function that it
+    reads first, so with a fixed order it would never try the other.
     """
     names = sorted(FUNCTIONS, reverse=(first + second) % 2 == 1)
     return " or ".join(f"{name}({first}, {second})" for name in names) + "?"

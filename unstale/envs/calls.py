@@ -1,7 +1,7 @@
 """The formats in which chat templates write tool calls, found from examples.
 
-`find_form` compares the texts that a template writes for a few calls, so no format depends on the
-name of a model:
+`find_form` compares the texts that a template writes for a few calls, so it needs no list of
+models. The formats are:
 
   - JSON objects in tags or alone, or a JSON list (Hermes, Qwen2.5, Qwen3, Llama 3, Mistral v3);
   - a name, then its arguments as JSON (Mistral v11 and later, Llama 3.1's `<function=NAME>`);
@@ -31,34 +31,35 @@ from unstale.envs.argument_types import typed_value as typed_value
 from unstale.envs.strict_json import STRICT_DECODER
 
 PROBE = ToolCall("a_tool", {"an_argument": "a_value"})
-"""The example call that a template writes first, so that its format can be found."""
+"""An example call. The text that a template writes for it shows the template's format."""
 
 Write = Callable[[Sequence[ToolCall]], str]
-"""A function that returns the text that a chat template writes for the tool calls of one reply."""
+"""A function that returns the text that a chat template writes for tool calls of one reply."""
 
 _TWO_ARGUMENTS = ToolCall(PROBE.name, {**PROBE.arguments, "another": "more"})
 _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
-"""Pattern of the start of a JSON call that has no tag."""
+"""Pattern of the start of a tool call that is written as JSON without a tag."""
 _SEPARATOR = re.compile(r"[\s;,]*")
 _BARE_PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", *_ARGUMENTS, "id", "type"})
-"""Usual keys of a JSON call. Any other key may hold arguments, which must not be dropped."""
+"""Usual keys of a JSON call. A call with another key is malformed, because it may mean an
+argument.
+"""
 _MAX_ENDS = 64
-"""Largest number of closing tags in a text that are tried as the end of one call."""
+"""Largest number of closing tags that are tried as the end of one call."""
 _KEYWORD_MARK = "_keyword_argument"
 _ID_LENGTH = 9
 _EXCERPT = 40
-"""Number of characters of a malformed call that an error message shows."""
+"""Number of characters of a malformed call that its error shows."""
 
 
 def call_id(index: int, given: str = "") -> str:
-    """Return the id with which a chat template writes a tool call and its result.
+    """Return an id that every chat template can write for a tool call and its result.
 
-    It is the `given` id. Without one, it is made from the call's position in the message. It has
-    9 letters or digits, because Mistral's templates require that. A `given` id in another form is
-    replaced by its hash.
+    It has 9 letters or digits, which Mistral's templates require. It is `given` if that has this
+    form, and otherwise a hash of `given`. Without `given`, it is the call's index in the message.
     """
     if not given:
         return f"{index:0{_ID_LENGTH}d}"
@@ -71,15 +72,14 @@ def is_call_id(text: str) -> bool:
 
 
 def hashed_id(text: str) -> str:
-    """Return an id of a tool call that depends on `text` alone."""
+    """Return the id of a tool call that is a hash of this text."""
     return sha256(text.encode(errors="replace")).hexdigest()[:_ID_LENGTH]
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """A format of tool calls.
-
-    `opens` and `closes` are the tags around a call, empty if there are none.
+    """A format of tool calls. `opens` and `closes` are the tags around a call, empty without
+    tags.
     """
 
     opens: str = "<tool_call>"
@@ -90,19 +90,19 @@ class CallForm:
 
     @property
     def body(self) -> str:
-        """A call's text between the tags, with placeholders for names and values."""
+        """The text of a call between its tags, with placeholders for names and values."""
         raise NotImplementedError
 
     @property
     def first_character(self) -> str:
-        """The first character of a tool call, in a format that has no tags around calls."""
+        """The first character of a call without tags."""
         return "{"
 
     def read_all(self, text: str, schemas: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
-        """Split a reply into its text outside of calls and its tool calls. Return both.
+        """Return the content and the tool calls of a reply: its text outside of calls, and the
+        calls.
 
-        `schemas` has the schemas of the tools' arguments, with which values that are text get their
-        types.
+        `schemas` gives the types of arguments that are written as text.
         """
         calls: list[ToolCall] = []
         content: list[str] = []
@@ -118,9 +118,10 @@ class CallForm:
     def _read_one(
         self, text: str, start: int, schemas: Schemas
     ) -> tuple[tuple[ToolCall, ...], int]:
-        """Return the calls that begin at position `start` of the text, and the position after them.
+        """Return the calls in the tag that opens before position `start`, and the position after
+        the tag.
 
-        A closing tag inside a string does not end a call, if the call can be read with it.
+        A closing tag inside a string does not end a call, if the call can then be read.
         """
         first: tuple[tuple[ToolCall, ...], int] | None = None
         for end, after in islice(self._ends(text, start), _MAX_ENDS):
@@ -133,7 +134,7 @@ class CallForm:
         return (_malformed(f"the call is not closed by {self.closes}"),), len(text)
 
     def _ends(self, text: str, start: int) -> Iterator[tuple[int, int]]:
-        """Yield each possible end of a call that begins at `start`, and the end of its closing
+        """Yield each possible end of a call that begins at `start`, with the end of its closing
         tag.
         """
         mark, length = self.closes or self.opens, len(self.closes)
@@ -145,23 +146,22 @@ class CallForm:
             yield len(text), len(text)
 
     def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
-        """Return the calls in the text between two tags. A malformed call has an `error`."""
+        """Return the calls in a text between two tags. Those that are malformed have an `error`."""
         raise NotImplementedError
 
     def read_bare(self, text: str, at: int) -> tuple[ToolCall, ...] | None:
-        """Return the calls in a reply from position `at` on. None if the text is not a call.
+        """Return the calls in a reply without tags, from position `at` on. None if it has no call.
 
-        Used only for formats without tags. `at` is above 0 if the reply begins with a control token
-        that marks calls.
+        `at` is above 0 if the reply begins with a control token that marks calls.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls(CallForm):
-    """Tool calls written as JSON objects with a name and, under `key`, arguments.
+    """Tool calls as JSON objects with the name and, under `key`, the arguments.
 
-    With `is_list` they are in one JSON list.
+    With `is_list`, the calls of a reply form one JSON list.
     """
 
     key: str = "arguments"
@@ -173,7 +173,7 @@ class JsonCalls(CallForm):
         return f"[{call}, ...]" if self.is_list else call
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """Return the text of several calls in this format."""
+        """Return the text of these calls, one after the other."""
         records = ({"name": call.name, self.key: dict(call.arguments)} for call in calls)
         texts = (json.dumps(record, ensure_ascii=False) for record in records)
         return "\n".join(f"{self.opens}\n{text}\n{self.closes}" for text in texts)
@@ -225,12 +225,12 @@ class JsonCalls(CallForm):
 
 @dataclass(frozen=True, slots=True)
 class NamedCalls(CallForm):
-    """Tool calls written as a name, the text `between`, and the arguments as JSON."""
+    """Tool calls as a name, the text `between`, and the arguments as JSON."""
 
     _: KW_ONLY
     between: str
-    """The text between name and arguments. If it contains the id `call_id(0)`, any id may be in its
-    place.
+    """Text between the name and the arguments. Where it has the id `call_id(0)`, a call may have
+    any id.
     """
 
     @property
@@ -255,21 +255,20 @@ class NamedCalls(CallForm):
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls(CallForm):
-    """Tool calls written with a tag for each argument.
-
-    The values are text. The schemas of the tools give their types.
+    """Tool calls with a tag for each argument. Values are text, and get their types from the
+    schemas.
     """
 
     _: KW_ONLY
     name: tuple[str, str]
-    """The texts before and after the tool's name. They may be empty."""
+    """Texts before and after the tool's name. They may be empty."""
     key: tuple[str, str]
-    """The texts before and after an argument's name. The argument's value follows."""
+    """Texts before an argument's name, and between this name and the value."""
     value_closes: str
     body_closes: str
-    """The text between the last argument and the closing tag. It may be empty."""
+    """Text between the last argument and the closing tag. It may be empty."""
     padded: bool
-    """True if an argument's value is on lines of its own."""
+    """True if an argument's value has lines of its own."""
 
     @property
     def body(self) -> str:
@@ -312,9 +311,9 @@ class TaggedCalls(CallForm):
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls(CallForm):
-    """Tool calls written as a list of Python calls, with keyword arguments that are literals.
+    """Tool calls as a list of Python calls whose keyword arguments are literals.
 
-    JSON's words `true`, `false` and `null` are allowed as well.
+    The words `true`, `false` and `null` of JSON are allowed, too.
     """
 
     @property
@@ -343,9 +342,9 @@ class PythonCalls(CallForm):
         return self.read(text[at:], {})
 
     def _to_call(self, node: ast.expr, code: str) -> ToolCall:
-        """Return a tool call from the syntax tree of a Python call. `code` is the text of the list.
+        """Return the tool call that a syntax tree describes. `code` is the text of the whole list.
 
-        Raises `ValueError` if an argument is not a literal that JSON can express.
+        Raises `ValueError` for arguments without a name, and for values that JSON cannot express.
         """
         if not isinstance(node, ast.Call) or node.args:
             raise ValueError("an element is not a call with keyword arguments")
@@ -364,9 +363,9 @@ class PythonCalls(CallForm):
 
 
 def _without_keywords(text: str) -> str:
-    """Return Python code in which arguments named like a keyword, such as `from=`, have a mark.
+    """Return Python code in which arguments named like keywords, such as `from=`, get a suffix.
 
-    Text without such an argument, or that cannot be divided into tokens, is returned unchanged.
+    Code that cannot be divided into tokens is returned unchanged.
     """
     try:
         tokens = list(generate_tokens(StringIO(text).readline))
@@ -382,7 +381,7 @@ def _without_keywords(text: str) -> str:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Replaces `true`, `false` and `null` in a syntax tree by Python's words."""
+    """Replaces `true`, `false` and `null` in a syntax tree by their Python values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
@@ -391,7 +390,7 @@ class _JsonWords(ast.NodeTransformer):
 def find_form(write: Write) -> CallForm | None:
     """Return the format in which a chat template writes tool calls, or None if it is unknown.
 
-    `write` returns the template's text for calls. Its errors are raised.
+    `write` returns the text that the template writes for calls. Its errors are raised.
     """
     text = write([PROBE])
     form = _json_form(text)
@@ -402,9 +401,7 @@ def find_form(write: Write) -> CallForm | None:
 
 
 def _reads_back(form: CallForm, write: Write) -> bool:
-    """Return True if `form` can read what `write` returns for calls with no, one and two
-    arguments.
-    """
+    """Return True if `form` reads the same calls from the text that `write` returns for them."""
     empty = ToolCall(PROBE.name, {})
     for calls in ((PROBE,), (empty,), (_TWO_ARGUMENTS, empty)):
         try:
@@ -419,9 +416,8 @@ def _reads_back(form: CallForm, write: Write) -> bool:
 
 
 def _json_form(text: str) -> JsonCalls | None:
-    """Return the format of the JSON call in `text`, or None if `text` is not a JSON call.
-
-    The format has the tags around a call, and the key of the arguments.
+    """Return the format of the JSON call in `text`, with its tags. None if `text` is no JSON
+    call.
     """
     start = max(text.find("{"), 0)
     try:
@@ -445,7 +441,7 @@ def _json_form(text: str) -> JsonCalls | None:
 
 
 def _named_form(text: str) -> NamedCalls | None:
-    """Return the format with a name before JSON that the example `text` shows, or None."""
+    """Return the format of a `text` with a name and then JSON. None if it is in another format."""
     opens, _, rest = text.partition(PROBE.name)
     start = max(rest.find("{"), 0)
     try:
@@ -459,17 +455,19 @@ def _named_form(text: str) -> NamedCalls | None:
 
 
 def _python_form(text: str) -> PythonCalls | None:
-    """Return the format of a list of Python calls that the example `text` shows, or None."""
+    """Return the format of a `text` with a list of Python calls. None if it is in another
+    format.
+    """
     opens, bracket, rest = text.partition(f"[{PROBE.name}(")
     _, end, closes = rest.rpartition("]")
     return PythonCalls(opens.strip(), closes.strip()) if bracket and end else None
 
 
 def _tagged_form(text: str) -> TaggedCalls | None:
-    """Return the format with a tag for each argument of which `text` is an example, or None.
+    """Return the format of a `text` with a tag for each argument. None if it is in another format.
 
-    The call in `text` has two arguments. The tag that ends an argument is found because it ends
-    both the text before the first key and the text between the arguments.
+    The call in `text` has two arguments. The tag that opens an argument is what the text before the
+    first argument and the text between the arguments both end with.
     """
     words = [_TWO_ARGUMENTS.name, *sum(_TWO_ARGUMENTS.arguments.items(), ())]
     found = re.fullmatch(f"(.*?){'(.*?)'.join(words)}(.*)", text, re.DOTALL)

@@ -1,10 +1,10 @@
 """Convert messages to tokens and back, with the chat template of a tokenizer.
 
-A conversation grows by appending tokens, and no part is encoded twice. `encode_prompt` renders the
-prompt once. `encode_continuation` renders a conversation with a placeholder for the reply. Then it
-encodes only the text that the template writes after the placeholder. Placeholders also show how a
-template ends a reply and writes tool calls, so no list of models is needed. `calls.py` has the
-formats of tool calls.
+A conversation grows by appending tokens, so no part is encoded twice. `encode_prompt` renders the
+prompt. `encode_continuation` renders a conversation with a placeholder for the reply, and encodes
+only the text that the template writes after the placeholder. Placeholders also show how a template
+ends a reply and writes tool calls, so no list of models is needed. `calls.py` has the formats of
+tool calls.
 
 Control tokens come only from the template, never from the content of messages. So no tool or user
 can end a turn or write in another role.
@@ -37,11 +37,11 @@ from unstale.pictures import FIRST, Picture, PictureError, PictureStore, decoded
 from unstale.records import ContextPiece, Provenance
 
 STAND_IN = "@@reply@@"
-"""A text that is rendered in place of the policy's reply."""
+"""A placeholder that is rendered in place of the policy's reply."""
 
 DAY = datetime(2024, 7, 26)
-"""The date for templates that ask for today's date. It is fixed, so that a resumed run has the same
-prompts.
+"""Today's date for templates that ask for it. It is fixed, so that prompts are the same after a
+resume.
 """
 
 _CODES = ["%-d", "%-m", *(f"%{letter}" for letter in "AaBbdmYyHIMSpFT")]
@@ -52,10 +52,10 @@ _QUESTION = Message("user", "?")
 _REPLY = Message("assistant", STAND_IN)
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _MAX_CACHED = 64
-"""Largest number of `Chat` objects with other tools that one `Chat` caches."""
+"""Largest number of `Chat` objects with other tools that one `Chat` keeps."""
 _MAX_RECENT_BYTES = 32 << 20
-"""Bytes of memory for the cached tokens of recent prompts and continuations. A `Chat` shares this
-cache with those that `with_tools` returns.
+"""Bytes of memory for cached tokens. A `Chat` shares its cache with those that `with_tools`
+returns.
 """
 _TOKEN_BYTES = 36
 """Bytes of memory that a token takes in a tuple."""
@@ -63,23 +63,25 @@ _NUMBERS = count()
 
 
 class ReadsPictures(Protocol):
-    """Turns the files of pictures into tokens (`unstale.model.pictures.PictureReader`)."""
+    """The interface that turns pictures into tokens (`unstale.model.pictures.PictureReader`)."""
 
     store: PictureStore
     token: int
-    """The token that the chat template writes for a picture."""
+    """Id of the token that the chat template writes in place of a picture."""
 
     def tokens(self, data: bytes) -> tuple[int, ...]:
-        """Return the tokens of a picture's file, and store its pixels."""
+        """Return the tokens of a picture, given as the bytes of a file, and store its pixels."""
         ...
 
     def known(self, digest: str) -> tuple[int, ...]:
-        """Return the tokens of a picture whose file had this SHA-256."""
+        """Return the tokens of a picture that was read before. `digest` is the SHA-256 of its
+        file.
+        """
         ...
 
 
 class Chat:
-    """The format of a conversation: a tokenizer's chat template with a set of tools."""
+    """The format of conversations: a tokenizer's chat template with certain tools."""
 
     def __init__(  # noqa: PLR0913 - what a model and a run choose
         self,
@@ -91,14 +93,14 @@ class Chat:
         tools_in_prompt: bool = False,
         pictures: ReadsPictures | None = None,
     ) -> None:
-        """Examine how the template ends a reply and writes tool calls.
+        """Find out how the template ends a reply and writes tool calls.
 
-        `ends` are further end tokens, from the model's generation config. Those that are not
-        control tokens are ignored. `template_kwargs` are variables of the template, such as
-        `enable_thinking`. With `tools_in_prompt`, tools that the template does not render are
-        described in the prompt. `pictures` reads them for a vision-language model. Raises
-        `ValueError` if the template does not read one of the variables, writes calls in an unknown
-        format, or does not allow messages to be appended.
+        `ends` are further end tokens, from the model's generation config. Only control tokens among
+        them count. `template_kwargs` are variables of the template, such as `enable_thinking`. With
+        `tools_in_prompt`, tools that the template leaves out are described in the prompt.
+        `pictures` is needed for a vision-language model. Raises `ValueError` if the template does
+        not use one of the variables, writes calls in an unknown format, or does not allow messages
+        to be appended.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -122,22 +124,22 @@ class Chat:
         self._other_chats: dict[str, Chat] = {}
         self._recent = _Recent(_MAX_RECENT_BYTES)
         self._number = next(_NUMBERS)
-        """A number that identifies this object in the keys of `_recent`, a cache that other `Chat`
+        """The number of this object in the keys of the cache `_recent`, which several `Chat`
         objects share.
         """
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
         self._longest_seam = max(map(longest_seam, (self._tools_json, self._template)))
         self._takes_lists = pictures is not None and self._omits_strings()
-        """True if the template reads contents only as lists of parts."""
+        """True if the template ignores contents that are texts and not lists of parts."""
         self._ends = self._find_ends()
         known = [*map(tokenizer.convert_tokens_to_ids, self._ends), tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
         self.control_tokens = self._text.control_tokens
         known += [token for token in ends if token in added and added[token].special]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(known))
-        """The tokens that end a reply. The first is the one that the template writes before a
-        user's message.
+        """Ids of the tokens that end a reply. The template writes the first one before a user's
+        message.
         """
         prompt = self.render([_QUESTION]).rstrip()
         describes = tools_in_prompt and bool(self._tools) and not self.renders_tools
@@ -156,9 +158,9 @@ class Chat:
     def encode_prompt(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:
-        """Return the tokens of a prompt: the tools and these messages.
+        """Return the tokens of a prompt, which has the tools and these messages.
 
-        With `add_generation_prompt`, the tokens that start a reply follow.
+        With `add_generation_prompt`, they end with the tokens that start a reply.
         """
         record = self._prompt_record(messages)
         return self._recent.get(
@@ -173,16 +175,20 @@ class Chat:
         add_generation_prompt: bool = True,
         marked: bool = False,
     ) -> str:
-        """Return the text that `encode_prompt` turns into tokens.
+        """Return the text of the prompt that `encode_prompt` encodes.
 
-        If the content of a message looks like a control token, `encode_prompt` inserts characters,
-        so that it is not encoded as a control token. With `marked`, the text has these characters.
+        `encode_prompt` inserts separators into contents that look like control tokens. The text has
+        these separators only with `marked`.
         """
         text, seam = self._render(self._prompt_record(messages), add_generation_prompt)
         return text if marked else text.replace(seam, "")
 
+    @property
+    def reads_pictures(self) -> bool:
+        return self._pictures is not None
+
     def pictures(self, tokens: Sequence[int]) -> tuple[Picture, ...]:
-        """Return the different pictures among encoded tokens."""
+        """Return the pictures that occur in encoded tokens, each once."""
         return self._pictures.store.pictures(tokens) if self._pictures else ()
 
     def encode_continuation(
@@ -190,9 +196,8 @@ class Chat:
     ) -> tuple[int, ...]:
         """Return the tokens between two replies: the messages, and the start of the next reply.
 
-        If `ended` is False, the previous reply was cut off, and its end token is added first.
-        `calls` are the tool calls of the previous reply. Their results in `messages` get the ids of
-        the calls.
+        If `ended` is False, the previous reply has no end token, and the tokens begin with it.
+        `calls` are the tool calls of the previous reply, whose ids the results in `messages` get.
         """
         record = self._record([_QUESTION, _REPLY, *messages], calls)
         return self._recent.get(
@@ -201,10 +206,6 @@ class Chat:
         )
 
     def _continued(self, record: str, ended: bool) -> tuple[int, ...]:
-        """Return the tokens of a continuation (`encode_continuation`).
-
-        `record` is the conversation as JSON.
-        """
         text, seam = self._render(record)
         _, placeholder, after = text.partition(STAND_IN)
         end = next(filter(after.startswith, self._ends), None)
@@ -220,9 +221,8 @@ class Chat:
     def encode_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
         """Return the tokens of a reply that was not sampled, including its end token.
 
-        They are the tokens that the template writes for the reply if the `following` messages come
-        after it, by default a user's message. Raises ValueError if `parse` would return another
-        message.
+        They are what the template writes if the messages `following` come next, by default a
+        user's. Raises ValueError if `parse` would read another message from them.
         """
         tokens = self.written_reply(reply, following)
         read = self.parse(tokens)
@@ -235,7 +235,9 @@ class Chat:
         return tokens
 
     def written_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
-        """Return a reply's tokens as `encode_reply` does, but do not check them with `parse`."""
+        """Return a reply's tokens like `encode_reply`, but without the check that `parse` reads
+        them.
+        """
         after = [*following] or [_QUESTION]
         around, seam = self._render(self._record([_QUESTION, _REPLY, *after], reply.tool_calls))
         text, own_seam = self._render(self._record([_QUESTION, reply, *after]))
@@ -251,49 +253,45 @@ class Chat:
         return self._text.encode(written, after=prompt, seam=seam)
 
     def parse(self, tokens: Sequence[int]) -> Message:
-        """Return a reply as a message.
-
-        A malformed tool call becomes a `ToolCall` with an `error`.
-        """
+        """Return a reply's tokens as a message. A malformed tool call has an `error`."""
         return self.reader.message(self.text(tokens))
 
     def text(self, tokens: Sequence[int], *, whole: bool = False) -> str:
-        """Return the text of a reply. Its end token is included only with `whole`.
+        """Return the text of a reply's tokens. With `whole`, end tokens are included.
 
-        For long replies, most of the work is done without the interpreter lock.
+        Long replies are decoded mostly without the interpreter lock.
         """
         stops = () if whole else self.stop_tokens
         kept = [token for token in tokens if token not in stops]
         return decoded(kept, self._text.decode) if self._pictures else self._text.decode(kept)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of a token's text. A token may be only a part of a character."""
+        """Return the UTF-8 bytes of a token, which may be part of a character."""
         return self._text.bytes_of(token)
 
     @property
     def thinks(self) -> bool:
-        """True if the template supports reasoning texts, which end in `</think>`."""
+        """True if the template handles reasoning text, which ends with `</think>`."""
         return END_OF_THOUGHT in self._template
 
     def encode(self, text: str, *, after: str = "") -> tuple[int, ...]:
-        """Return the tokens of a text that continues the text `after`.
-
-        Control tokens in it are encoded as such.
+        """Return the tokens that a text has after the text `after`. It may contain control
+        tokens.
         """
         return self._text.encode(text, after=after)
 
     def encode_content(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text within a message. No control token comes from it."""
+        """Return the tokens of a text inside a message, without control tokens."""
         seam = SEAM * (1 + longest_seam(text))
         return self._text.encode(self._mark_start.sub(rf"\1{seam}", text), seam=seam)
 
     def are_token_ids(self, tokens: Sequence[int]) -> bool:
-        """Return True if all `tokens` are in the vocabulary."""
+        """Return True if all these ids are in the vocabulary."""
         return self._text.are_token_ids(tokens)
 
     @cached_property
     def renders_tools(self) -> bool:
-        """True if the template writes the descriptions of tools."""
+        """True if the template describes the tools in a prompt."""
         try:
             text = self._tokenizer.apply_chat_template(
                 _as_dicts([_QUESTION]),
@@ -308,20 +306,19 @@ class Chat:
 
     @property
     def hides_tools(self) -> bool:
-        """True if there are tools and the prompt does not describe them."""
+        """True if there are tools that no part of the prompt describes."""
         return bool(self._tools) and self._tool_text is None and not self.renders_tools
 
     def _prompt_record(self, messages: Sequence[Message]) -> str:
-        """Return the messages of a prompt as JSON.
-
-        If the template renders no tools, they are included as text.
+        """Return the messages of a prompt as JSON, with the description of tools if it is
+        needed.
         """
         return self._record(self._tool_text.prompt(messages) if self._tool_text else messages)
 
     def _record(self, messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()) -> str:
-        """Return messages as JSON. Tool calls and results become text if the template renders none.
+        """Return messages as JSON, with tool calls as text if the template cannot render them.
 
-        `reply_calls` are the calls of the placeholder `_REPLY`.
+        `reply_calls` are the tool calls of the placeholder `_REPLY`.
         """
         written = self._tool_text.written(messages) if self._tool_text else messages
         for image in (image for message in written for image in message.images):
@@ -334,9 +331,9 @@ class Chat:
         return _record(written, reply_calls)
 
     def _with_pictures(self, tokens: tuple[int, ...], record: str) -> tuple[int, ...]:
-        """Return tokens with those of pictures, where the template has one for each picture.
+        """Return tokens in which each picture's placeholder is replaced by the picture's tokens.
 
-        `record` is the conversation as JSON, which has their content hashes.
+        `record` is the conversation as JSON, with the digests of the pictures.
         """
         if self._pictures is None:
             return tokens
@@ -344,7 +341,7 @@ class Chat:
         parts = (part for content in contents if isinstance(content, list) for part in content)
         digests = [part["digest"] for part in parts if part["type"] == "image"]
         if tokens.count(self._pictures.token) != len(digests):
-            raise ValueError(
+            raise PictureError(
                 f"the chat template writes {tokens.count(self._pictures.token)} pictures for the "
                 f"{len(digests)} of the messages"
             )
@@ -353,7 +350,7 @@ class Chat:
         return tuple(token for run in runs for token in run)
 
     def _omits_strings(self) -> bool:
-        """Return True if the template leaves out contents that are texts, not lists of parts."""
+        """Return True if the template ignores contents that are texts and not lists of parts."""
         self._takes_lists = False
         try:
             return STAND_IN not in self._render(_record([Message("user", STAND_IN)]))[0]
@@ -364,7 +361,7 @@ class Chat:
         return self._render(_record(messages), add_generation_prompt=False)[0]
 
     def _write_calls(self, calls: Sequence[ToolCall]) -> str:
-        """Return the text that the template writes for calls. Empty if it writes none."""
+        """Return the text that the template writes for tool calls. Empty if it writes none."""
         try:
             with_text = self._render(_record([_QUESTION, _REPLY, _QUESTION]))[0]
             text = self._written_calls(calls, with_text)
@@ -374,7 +371,7 @@ class Chat:
 
     @property
     def longest_token(self) -> int:
-        """The length of the longest token of the vocabulary, in characters."""
+        """Number of characters of the longest token in the vocabulary."""
         return self._text.longest_token
 
     def with_tools(
@@ -382,7 +379,7 @@ class Chat:
         tools: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> "Chat":
-        """Return a `Chat` with other tools, and with more variables of the template."""
+        """Return a `Chat` with these tools instead, and with further variables of the template."""
         wanted = [dict(tool) for tool in tools]
         variables = self._template_kwargs | dict(template_kwargs)
         key = json.dumps([wanted, variables])
@@ -405,9 +402,9 @@ class Chat:
         return other
 
     def _find_ends(self) -> tuple[str, ...]:
-        """Return the control tokens that the template writes after a reply.
+        """Return the control tokens that the template writes at the end of a reply.
 
-        The token before a user's message comes first. The one before a tool's message may differ.
+        First the one before a user's message, then the one before a tool's result if it differs.
         """
         found: list[str] = []
         for following in (_QUESTION, Message("tool", "?")):
@@ -430,10 +427,9 @@ class Chat:
         return tuple(dict.fromkeys(found))
 
     def _find_call_form(self, *, required: bool) -> CallForm | None:
-        """Return the format in which the template writes tool calls.
+        """Return the format in which the template writes tool calls, or Hermes' if it writes none.
 
-        If the template writes no calls, Hermes' format is used. For an unknown format, return None,
-        or raise `ValueError` if it is `required`.
+        For an unknown format return None, or raise `ValueError` if the format is `required`.
         """
         try:
             with_text = self._render(_record([_QUESTION, _REPLY, _QUESTION]))[0]
@@ -453,10 +449,10 @@ class Chat:
         return None
 
     def _written_calls(self, calls: Sequence[ToolCall], with_text: str) -> str:
-        """Return the text that the template writes for tool calls, without the text around them.
+        """Return the text that the template writes for tool calls, without the rest of the
+        conversation.
 
-        `with_text` is the same conversation as the template writes it, with a text in place of the
-        calls.
+        `with_text` is this conversation as rendered with a text in place of the calls.
         """
         reply = Message("assistant", "", tuple(calls))
         text, _ = self._render(_record([_QUESTION, reply, _QUESTION]))
@@ -464,10 +460,10 @@ class Chat:
         return min((text.partition(end)[0] for end in self._ends), key=len).strip()
 
     def _render(self, record: str, add_generation_prompt: bool = True) -> tuple[str, str]:
-        """Return a conversation as text, and the separator that was inserted into parts of it.
+        """Return a conversation as text, and the separator in contents that look like control
+        tokens.
 
-        The separator divides parts that look like control tokens. `record` is a result of
-        `_record`.
+        `record` is the conversation as JSON.
         """
         seam = SEAM * (1 + max(longest_seam(record), self._longest_seam))
         tools = self._tools
@@ -488,7 +484,7 @@ class Chat:
         return str(text), seam
 
     def _encode(self, record: str, add_generation_prompt: bool) -> tuple[int, ...]:
-        """Return the tokens of a whole conversation. `record` is the conversation as JSON."""
+        """Return the tokens of a whole conversation, given as JSON."""
         text, seam = self._render(record, add_generation_prompt)
         return self._with_pictures(self._text.encode(text, seam=seam), record)
 
@@ -496,21 +492,22 @@ class Chat:
 def context_piece(
     chat: Chat, tokens: tuple[int, ...], provenance: Provenance = Provenance.ENVIRONMENT
 ) -> ContextPiece:
-    """Return encoded tokens as a piece of a record, with the pictures among them."""
+    """Return encoded tokens as a piece of an episode's record, with the pictures that occur in
+    them.
+    """
     has_pictures = max(tokens, default=0) >= FIRST
     return ContextPiece(tokens, provenance, chat.pictures(tokens) if has_pictures else ())
 
 
 _Key = tuple[str, int, str]
-"""The key of cached tokens: a conversation as JSON, the number of a `Chat`, and a word for what was
-encoded: "prompt", "whole", "ended" or "cut off".
+"""The key of cached tokens: a conversation as JSON, the number of the `Chat`, and what was encoded
+("prompt", "whole", "ended" or "cut off").
 """
 
 
 class _Recent:
-    """A cache of the tokens of the texts that were encoded last, in up to `max_bytes` of memory.
-
-    Threads may share it.
+    """A cache of the tokens that were encoded last, with at most `max_bytes`. Threads may share
+    it.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -518,13 +515,10 @@ class _Recent:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._tokens: dict[_Key, tuple[int, ...]] = {}
-        """The tokens of encoded messages, by key. The least recently used are first."""
+        """Cached tokens by key, least recently used first."""
 
     def get(self, key: _Key, make: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the cached tokens of a key.
-
-        If there are none, call `make` and cache its result.
-        """
+        """Return the cached tokens of a key, or else those that `make` returns."""
         with self._lock:
             if key in self._tokens:
                 self._tokens[key] = self._tokens.pop(key)
@@ -545,12 +539,14 @@ def _memory(key: _Key, tokens: Sequence[int]) -> int:
 
 
 def _record(messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()) -> str:
-    """Return a conversation as JSON. `reply_calls` are the calls of the placeholder `_REPLY`."""
+    """Return a conversation as JSON. `reply_calls` are the tool calls of the placeholder
+    `_REPLY`.
+    """
     return json.dumps(_as_dicts(messages, reply_calls), ensure_ascii=False)
 
 
 def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a variable that the template does not use, or that it sets itself."""
+    """Raise `ValueError` for a variable that the template ignores or that the library sets."""
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in variables:
         if name in taken:
@@ -560,7 +556,7 @@ def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:
-    """Return a message's content: its text, or its parts if it has pictures."""
+    """Return a message's content: a text, or a list of parts if it has pictures."""
     if not message.images:
         return message.content
     return [
@@ -574,10 +570,10 @@ def _content(message: Message) -> str | list[dict[str, str]]:
 def _as_dicts(
     messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()
 ) -> list[dict[str, Any]]:
-    """Return the messages in the form that templates expect.
+    """Return the messages in the form that templates expect, with an id for each tool call.
 
-    Every call of a reply has an id. The results after a reply are in the order of its calls, and
-    get the same ids. `reply_calls` are the calls of the placeholder `_REPLY`.
+    The results after a reply get the ids of its calls, in order. `reply_calls` are the tool calls
+    of the placeholder `_REPLY`.
     """
     records: list[dict[str, Any]] = []
     num_answers = 0

@@ -1,7 +1,7 @@
-"""The environment `dataset`: the rows of a data set as tasks, with a reward function of the user.
+"""The environment `dataset`: tasks from the rows of a data set, with the user's reward function.
 
-It is selected by `--task.env dataset:FILE --task.reward MODULE:FUNCTION`. A row has a prompt and
-any other columns. The reward function receives the last reply and the row.
+It is chosen by `--task.env dataset:FILE --task.reward MODULE:FUNCTION`. A row has a prompt and any
+other columns. The reward function gets the last reply and the row.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ from unstale.frames import show_line
 from unstale.records import Task
 
 Rewards = float | Mapping[str, float]
-"""One reward, or several by name, which are added up."""
+"""One reward, or name -> reward. Several are added up."""
 RewardFunction = Callable[[str, Mapping[str, Any]], Awaitable[Rewards] | Rewards]
-"""A function of the last reply and the row, which returns one or several rewards."""
+"""A function `(last reply, row)` that returns one or several rewards."""
 ROLES = ("system", "user", "assistant")
 HELD_OUT_SHARE = 0.1
 """Default of `task.held_out_share`."""
@@ -58,17 +58,17 @@ class DatasetConfig(DraftEditConfig):
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a list of messages with `role` and `content`."""
     follow_up_column: str = ""
-    """Column with a list of further user messages, each sent after a reply. The last reply is
-    rewarded.
+    """Column with a list of further user messages, each sent after a reply. Only the reply after
+    the last one is rewarded.
     """
     system: str = ""
     """Text of a system message before every prompt."""
     held_out_share: Share = HELD_OUT_SHARE
-    """Share of the rows that are held out for evaluation. A hash of the prompt selects them. Not
-    used with `held_out_file` or `held_out_split`.
+    """Share of the rows that are held out for evaluation. A hash of the prompt decides. Not used
+    with `held_out_file` or `held_out_split`.
     """
     held_out_file: Annotated[str, NameObject(name_held_out_rows)] = ""
-    """File with the held-out tasks, of the same types. All rows of `task.env` are then
+    """File with the held-out tasks, of a type as in `task.env`. All rows of `task.env` are then
     trained on.
     """
     subset: str = ""
@@ -122,9 +122,9 @@ class DatasetConfig(DraftEditConfig):
 
 
 class DatasetTasks(ListedTasks):
-    """A task set whose tasks are rows. `data` has the rows of each split.
+    """A task set whose tasks are rows of a data set. `data` has the rows of each split.
 
-    Rows with equal prompts are all in training or all held out, unless the held-out rows are given.
+    Rows with equal prompts are in the same split, unless the held-out rows are given.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -136,10 +136,11 @@ class DatasetTasks(ListedTasks):
         options: DatasetConfig,
         held_out: Sequence[Row] | None = None,
     ) -> None:
-        """Divide `rows` into training and held-out tasks.
+        """Divide `rows` into training and held-out tasks, or train on all `rows` if `held_out` is
+        given.
 
-        If `held_out` is given, train on all `rows`. Raises `ConfigError` if a row has no usable
-        prompt, or if a split is empty.
+        Raises `ConfigError` if a row has no usable prompt, or if there are no training or held-out
+        tasks.
         """
         self.name = options.env
         self._reward = reward
@@ -168,14 +169,14 @@ class DatasetTasks(ListedTasks):
         self.data = data
 
     def text(self, task: Task) -> str:
-        """Return the prompt of a task as text, without system messages."""
+        """Return the prompt of a task as one text, without system messages."""
         opening = _opening(self.data_of(task), self._options)
         return "\n".join(message.content for message in opening if message.role != "system")
 
     def answer_of(self, task: Task, reply: str) -> str:
-        """Return the answer of a reply: what the reward function's `answer` reads, if it has one.
+        r"""Return the answer in a reply, as the reward function's attribute `answer` reads it.
 
-        Otherwise it is the last number or `\\boxed{}`.
+        Without this attribute, it is the last number or the last `\boxed{}`.
         """
         read: Callable[[str], str] = getattr(self._reward, "answer", given_answer)
         return read(reply)
@@ -190,7 +191,7 @@ class DatasetTasks(ListedTasks):
 
 
 class RowEnv:
-    """The environment of one row: first messages, further user messages, and in the end a
+    """The environment of one row. After a reply to each of its user messages, it returns the
     reward.
     """
 
@@ -206,7 +207,7 @@ class RowEnv:
         self._reward = reward
         self._row = row
         self.code_name = f"the reward function {getattr(reward, '__qualname__', reward)}"
-        """Name of the reward function in messages about user code."""
+        """Name of the reward function in errors of the user's code."""
 
     async def begin(self) -> Turn:
         return Turn(self._opening)
@@ -221,8 +222,8 @@ class RowEnv:
 def _openings(rows: Sequence[Row], options: DatasetConfig) -> list[tuple[Message, ...]]:
     """Return the first messages of each row.
 
-    Raises `ConfigError` with the row's place for a prompt of another form, and for half of a
-    surrogate pair, which no tokenizer can encode.
+    Raises `ConfigError`, with the row's place in the file, for a prompt that is no text or list of
+    messages, or that no tokenizer can encode.
     """
     openings = []
     for row in rows:
@@ -237,9 +238,9 @@ def _openings(rows: Sequence[Row], options: DatasetConfig) -> list[tuple[Message
 
 
 def _opening(row: Row, options: DatasetConfig) -> tuple[Message, ...]:
-    """Return the first messages of a row, made from its prompt.
+    """Return the first messages of a row: the system message, if any, and its prompt.
 
-    Raises ValueError unless the prompt is text, or a list of messages that ends with a user's.
+    Raises ValueError unless the prompt is a text, or a list of messages that ends with a user's.
     """
     prompt = _column(row, options.prompt_column, "task.prompt_column")
     if prompt is None:
@@ -274,9 +275,9 @@ def _follow_ups(row: Row, options: DatasetConfig) -> Sequence[str]:
 
 
 def _column(row: Row, column: str, option: str) -> Any:
-    """Return a row's value in a column. `option` is the option that names the column.
+    """Return a row's value in a column, which the option named `option` chooses.
 
-    Raises ValueError with the option's name if there is no such column.
+    Raises ValueError, with the name of the option, if the row has no such column.
     """
     if column not in row:
         raise ValueError(f"no column {column!r} ({option}){nearest(column, list(row))}")
@@ -284,15 +285,15 @@ def _column(row: Row, column: str, option: str) -> Any:
 
 
 def share_of(opening: tuple[Message, ...]) -> float:
-    """Return a number in [0, 1) that depends only on the first messages of a row."""
+    """Return a number in [0, 1) that is a hash of the first messages of a row."""
     text = json.dumps([[message.role, message.content] for message in opening])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
 
 
 def load_reward(name: str) -> RewardFunction:
-    """Return the reward function that `module:function` names, or that a program passed.
+    """Return the reward function named `module:function`, or the one that a Python program passed.
 
-    Raises `ConfigError` if there is none.
+    A list of functions becomes one function. Raises `ConfigError` if a function cannot be used.
     """
     if not name.partition(":")[2]:
         raise ConfigError(
@@ -308,9 +309,8 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def _check_reward(reward: RewardFunction, problem: str) -> None:
-    """Raise `ConfigError` if a reward function cannot be called with a reply and a row.
-
-    The message begins with `problem`.
+    """Raise `ConfigError`, beginning with `problem`, unless a function can be called with (reply,
+    row).
     """
     try:
         signature = inspect.signature(reward)
@@ -325,7 +325,7 @@ def _check_reward(reward: RewardFunction, problem: str) -> None:
 
 
 def _joined(rewards: Sequence[RewardFunction]) -> RewardFunction:
-    """Return a reward function that returns several functions' rewards, by the functions' names."""
+    """Return a function whose rewards are those of all `rewards`, by their functions' names."""
     names = [getattr(each, "__name__", type(each).__name__) for each in rewards]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"task.reward has two functions with the name {repeated}: rename one")
@@ -342,9 +342,9 @@ def _joined(rewards: Sequence[RewardFunction]) -> RewardFunction:
 
 
 def _read(rewards: Any, name: str, reward: RewardFunction) -> dict[str, float]:
-    """Return the result of the reward function `reward` as rewards by name.
+    """Return what a reward function returned, as name -> reward.
 
-    The error for a wrong value has `name` and the place at which the function is defined.
+    An error about a wrong value has `name` and the place where `reward` is defined.
     """
     function: Any = inspect.unwrap(reward.func if isinstance(reward, partial) else reward)
     code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))

@@ -1,8 +1,8 @@
-"""An environment whose agent answers twice: a draft, and an edited version of the draft.
+"""An environment that asks for each answer twice: for a draft, and for an edited version of it.
 
-Only the edited version is passed to the environment and rewarded. Draft and edit are turns of one
-episode, so both are trained with its advantage: a draft is good if its edit succeeds. From
-ReflectDrive-2, which gives the reward of an edited plan to its draft and its edit.
+Only the edited version goes to the inner environment and is rewarded. Draft and edit are turns of
+one episode, so both are trained with the same reward: a draft is good if its edit succeeds. The
+method is from ReflectDrive-2, which does so for plans.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,16 @@ from unstale.records import total_reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftEditConfig(TaskConfig):
-    """The options of task sets whose agents may be asked for an edited version."""
+    """Options of task sets that can ask for an edited version of each answer."""
 
     edit_request: str = ""
     """A user message after the first reply without a tool call, which asks for an edited version.
     Only the edited version is rewarded, and both replies are trained. Empty asks for none.
     """
     score_drafts: bool = False
-    """Also compute the reward of drafts, as the fact `draft_reward`. It changes no other reward."""
+    """Also compute the reward of drafts, and report it as `draft_reward`. It changes no other
+    reward.
+    """
 
     def check_combination(self) -> None:
         super(DraftEditConfig, self).check_combination()
@@ -34,9 +36,8 @@ class DraftEditConfig(TaskConfig):
             )
 
     def with_edit(self, make: Callable[[], Env]) -> Env:
-        """Return the environment that `make` returns.
-
-        If `edit_request` is set, it is wrapped in a `DraftEdit`.
+        """Return the environment that `make` returns, inside of a `DraftEdit` if `edit_request` is
+        set.
         """
         if not self.edit_request:
             return make()
@@ -44,12 +45,13 @@ class DraftEditConfig(TaskConfig):
 
 
 class DraftEdit:
-    """An episode of another environment, whose first reply without a tool call is a draft.
+    """An environment around another one. The first reply without a tool call is taken as a draft.
 
-    `make` returns a new environment of the task, `request` is the user's message after the draft.
-    With `score_draft`, the draft is also given to an environment of its own, if no tool was called
-    before it. The sum of its rewards is the fact `draft_reward`, and what the edit adds to it is
-    `edit_gain`. The environment must not hold anything that has to be closed.
+    `make` returns the inner environment, which must hold nothing that has to be closed. After the
+    draft, `request` is sent as user's message, and the next reply goes to the inner environment.
+    With `score_draft`, the draft also goes to another environment of the task, unless a tool was
+    called before. The number `draft_reward` is its reward there, and `edit_gain` what the edit adds
+    to it. Both are among the facts of the last turn.
     """
 
     def __init__(self, make: Callable[[], Env], request: str, *, score_draft: bool) -> None:
@@ -60,7 +62,7 @@ class DraftEdit:
         self._drafted = False
         self._draft_reward: float | None = None
         self.code_name: str = getattr(self._env, "code_name", type(self._env).__name__)
-        """Name of the environment in messages about user code."""
+        """Name of the inner environment in errors of the user's code."""
 
     async def begin(self) -> Turn:
         return await call(self._env.begin)
@@ -76,7 +78,9 @@ class DraftEdit:
         return Turn((Message("user", self._request),))
 
     async def _reward_of(self, draft: Message) -> float | None:
-        """Return the reward of a draft as the only reply. None if the episode would continue."""
+        """Return the reward of a draft that is the episode's only reply. None if the episode would
+        continue.
+        """
         env = self._make()
         await call(env.begin)
         turn = await call(env.step, draft)

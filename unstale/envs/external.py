@@ -1,4 +1,4 @@
-"""Tasks of an external agent: a function that calls an HTTP endpoint and returns a reward."""
+"""Tasks of an external agent: a function that calls the policy over HTTP and returns a reward."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,15 +10,15 @@ from unstale.envs.guard import call
 from unstale.records import Task
 
 Rewards = float | Mapping[str, float]
-"""One reward, or several by name."""
+"""One reward, or name -> reward."""
 Agent = Callable[[str, Any, int, str], Awaitable[Rewards] | Rewards]
-"""A function of `(base_url, task, seed, api_key)`, which returns rewards. If it is not a coroutine,
-it runs in a new thread.
+"""A function `(base_url, task, seed, api_key)` that runs one episode and returns its rewards. It
+runs in a new thread unless it is a coroutine.
 """
 
 
 def role_url(base_url: str, role: str) -> str:
-    """Return the base URL for the calls of one role of an agent.
+    """Return the base URL for calls in one role of the agent.
 
     >>> role_url("http://127.0.0.1:8000/e/0a1b/v1", "planner")
     'http://127.0.0.1:8000/e/0a1b/planner/v1'
@@ -27,11 +27,11 @@ def role_url(base_url: str, role: str) -> str:
 
 
 class ExternalAgent(ListedTasks):
-    """A task set whose episodes are runs of `agent`, an external program or function.
+    """A task set in which each episode is one run of the function `agent`.
 
-    Each run gets one item of `tasks` or `held_out`. `timeout_s` limits a whole episode, and
-    `rollout.timeout_s` the time between two calls. At most `concurrency` agents run at once. All
-    randomness of an agent must come from its `seed`.
+    The agent gets an item of `tasks` or `held_out` as its task. `timeout_s` limits its whole run,
+    and `rollout.timeout_s` the time between two of its calls. At most `concurrency` agents run at
+    once. All random choices of an agent must follow from its `seed`.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -48,7 +48,7 @@ class ExternalAgent(ListedTasks):
         timeout_s: float = 3600.0,
         concurrency: int = 64,
     ) -> None:
-        """`roles` are the names of the roles that the policy has in an episode."""
+        """Create the task set. `roles` are the policy's roles in an episode, () without roles."""
         for role in roles:
             if not role.isidentifier() or role == "v1" or [*roles].count(role) > 1:
                 raise ValueError(
@@ -77,14 +77,14 @@ class ExternalEnv:
     task: Any
     seed: int
     slot: asyncio.Semaphore
-    """A semaphore that the agent holds while it runs. It limits how many agents run at once."""
+    """Held while the agent runs, to limit how many run at once."""
     timeout_s: float
 
     async def drive(self, base_url: str, api_key: str) -> Turn:
         """Run the agent to its end. Return a turn with its rewards.
 
-        After a time-out the agent's thread continues, because Python cannot stop a thread. The
-        endpoint then refuses its calls.
+        After a time-out, an agent's thread continues, because Python cannot stop it. The endpoint
+        then refuses its calls.
         """
         rewards = await call(self.agent, base_url, self.task, self.seed, api_key)
         name = getattr(self.agent, "__qualname__", type(self.agent).__name__)

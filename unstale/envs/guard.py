@@ -1,8 +1,9 @@
-"""Calls of the user's code, and protection against code that blocks the event loop.
+"""Call the user's code, and protect the run against code that blocks the event loop.
 
-Plain functions run in threads, and so do the hooks of task sets and environments (`call_hook`). A
-coroutine that blocks would stop all episodes. `Watched` measures how long each part of a coroutine
-blocks the event loop. `Watchdog` interrupts a part that takes too long.
+Plain functions run in threads, and so do hooks: the other plain methods of task sets and
+environments (`call_hook`). A coroutine that blocks would stop all episodes. `Watched` measures how
+long each part of a coroutine blocks the event loop. `Watchdog` interrupts a part that takes too
+long.
 """
 
 import asyncio
@@ -38,29 +39,31 @@ from unstale.threads import in_thread
 T = TypeVar("T")
 
 BLOCKED_S = 0.2
-"""Seconds of blocking from which a report is made. Ordinary steps take less than 1 ms."""
+"""Seconds for which code may block the event loop without a report. Ordinary steps take less than 1
+ms.
+"""
 HELD_S = 7.0
-"""Seconds of blocking after which the user's code is interrupted."""
+"""Seconds after which user code that blocks the event loop is interrupted."""
 THREAD_S = 60.0
-"""Seconds of blocking after which the user's code is interrupted while it waits for a thread. With
-a virtual clock, this wait blocks the event loop.
+"""Seconds after which user code is interrupted while it waits for a thread and so blocks the event
+loop, as with a virtual clock.
 """
 IGNORED_S = 3.0
-"""Seconds for which the user's code may ignore the interruption before the process is ended."""
+"""Seconds for which user code may ignore interruptions before the process is ended."""
 CANCEL_INTERVAL_S = 1.0
-"""Seconds between two cancellations of a task."""
+"""Seconds between repeated cancellations of a task."""
 MAX_INTERRUPTIONS = 3
-"""Number of interrupted calls that end a run. During each one, all episodes wait for `HELD_S`."""
+"""Number of interruptions that end the run. Before each one, all episodes have waited for
+`HELD_S`.
+"""
 MAX_CANCELS = 5
-"""Number of cancellations that a task may ignore before it is abandoned."""
+"""Number of cancellations that a task may ignore before nobody waits for it any more."""
 MAX_HUNG = 64
-"""Largest number of threads in which the user's code may still run after its time limit. Each keeps
-its memory, and may use a core.
+"""Largest number of threads in which user code may run on after its time limit. Each keeps its
+memory and may use a core.
 """
 MAX_RECURSION = 1_000_000
-"""Largest recursion limit that the user's code may set. Endless recursion would use up the memory
-of the machine.
-"""
+"""Largest recursion limit that user code may set. Endless recursion would fill the memory."""
 _LATER = "do slow work before the run, or in a method of an environment"
 _TICK_S = 0.5
 _MAX_TEXT = 300
@@ -69,76 +72,77 @@ _MAX_CAUSES = 8
 
 
 class DescribedError(EnvError):
-    """An error whose text is already a description, as `describe` returns it.
+    """An error whose text is already what `describe` returns, perhaps after the name of the user's
+    code.
 
-    The name of the user's code may precede it. The error may come from another process.
+    It may come from another process.
     """
 
 
 class EventLoopBlocked(BaseException):
-    """Error raised inside the user's code that blocks the event loop.
-
-    `except Exception` in that code does not catch it.
-    """
+    """Raised inside user code that blocks the event loop. `except Exception` does not catch it."""
 
 
 class Interrupted(BaseException):
-    """Error raised inside the user's code in a thread that has exceeded its time limit."""
+    """Raised inside user code whose thread has exceeded its time limit."""
 
 
 class Overdue(EnvError):
-    """Error: a function in a thread exceeded its time limit."""
+    """Error: a function exceeded its time limit in a thread."""
 
 
 class NoThread(RuntimeError):
-    """Error: the system could not start the thread of a watchdog.
-
-    The user's code is not the cause.
-    """
+    """Error: the watchdog's thread could not be started. The user's code is not the cause."""
 
 
 class RunBlocked(RuntimeError):
-    """Error: the user's code has blocked the event loop `MAX_INTERRUPTIONS` times."""
+    """Error: user code was interrupted `MAX_INTERRUPTIONS` times, because it blocked the event
+    loop.
+    """
 
 
 class Running(NamedTuple):
-    """The user's code that is running on the event loop, and the time since which it runs."""
+    """User code that occupies the event loop, since when, and for how many seconds it may
+    (`max_s`).
+    """
 
     name: str
     since: float
     on_blocked: Callable[[float], None]
     max_s: float
     advice: str = "make it a plain function, which runs in a thread, or await"
-    """Advice for the code's author, shown if the code takes longer than `max_s` seconds."""
+    """Advice to the code's author in errors."""
     frame: Callable[[], FrameType | None] = lambda: None
-    """A function that returns the frame of the thread for which the event loop waits."""
+    """A function that returns the frame of the thread for which the code waits. None if it waits
+    for none.
+    """
 
 
 class Occupancy:
-    """A record of the user's code on the event loop. Only one event loop runs episodes."""
+    """Which user code occupies the event loop. There is one such record, as one event loop runs
+    episodes.
+    """
 
     current: Running | None = None
     queued_before: float | None = None
-    """Seconds for which the event loop's thread had waited for a processor, when the current code
+    """How many seconds the event loop's thread had ever waited for a processor when `current`
     began.
     """
     canceller: str = ""
-    """Name of the user's code that cancelled its own task, and possibly all other tasks with it.
-    Empty if none did.
-    """
+    """Name of user code that cancelled its own task, and perhaps all tasks. Empty if none did."""
     num_interrupted: int = 0
-    """Number of calls of user code that were interrupted since the event loop was started."""
+    """Number of interruptions of user code since the event loop was started."""
     last_interrupted: str = ""
-    """A description of the last interrupted call."""
+    """Description of the last interrupted code."""
 
     @contextmanager
     def waiting(
         self, max_s: float, frame: Callable[[], FrameType | None] | None = None
     ) -> Iterator[None]:
-        """Return a context in which the user's code may wait `max_s` seconds for a thread or
+        """Return a context in which the current code may wait `max_s` seconds for a thread or
         process.
 
-        `frame` returns the frame that runs in the thread.
+        `frame` returns the frame in which that thread is.
         """
         before = self.current
         if before:
@@ -154,15 +158,15 @@ class Occupancy:
             self.current = before and before._replace(since=time.monotonic())
 
     def own_s(self, seconds: float) -> float:
-        """Return for how many of the last `seconds` the event loop did not wait for a processor."""
+        """Return for how many of the last `seconds` the event loop's thread did not wait for a
+        processor.
+        """
         if seconds <= BLOCKED_S or self.queued_before is None:
             return seconds
         return seconds - (queued_s(threading.get_native_id()) - self.queued_before)
 
     def require_few_interruptions(self) -> None:
-        """Raise `RunBlocked` if the user's code was interrupted too often, because all episodes
-        wait until it is interrupted.
-        """
+        """Raise `RunBlocked` if user code was interrupted `MAX_INTERRUPTIONS` times."""
         if self.num_interrupted >= MAX_INTERRUPTIONS:
             count = self.num_interrupted
             text = f"code blocked all episodes {count} times. The last: {self.last_interrupted}"
@@ -170,10 +174,9 @@ class Occupancy:
 
 
 def queued_s(thread: int) -> float:
-    """Return for how many seconds a thread has waited for a processor.
+    """Return how many seconds a thread has waited for a processor. 0 if Linux does not report it.
 
-    0 if Linux does not report it. While a thread waits for a processor, its code does not block the
-    event loop: the machine is busy with other work.
+    This time does not count as blocking: the machine is busy with other work.
     """
     with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1]) / 1e9
@@ -187,10 +190,10 @@ OCCUPANCY = Occupancy()
 def time_limit(
     name: str, max_s: float | None = None, advice: str = "it must return at once: " + _LATER
 ) -> Iterator[None]:
-    """Return a context for plain code of the user that must return at once.
+    """Return a context for plain user code on the event loop, which must return at once.
 
-    After `HELD_S` seconds, or `max_s`, the code is interrupted, and `EnvError` is raised. `name` is
-    the code's name in this error. A `Watchdog` must run in this thread.
+    After `max_s` seconds, by default `HELD_S`, the code is interrupted and `EnvError` is raised
+    with `name` and `advice`. A `Watchdog` must watch this thread.
     """
     before = OCCUPANCY.current
     limit_s = HELD_S if max_s is None else max_s
@@ -204,7 +207,7 @@ def time_limit(
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return file and line of the innermost frame outside installed libraries, or of any frame."""
+    """Return the file and line of the innermost frame outside of libraries, or else of `frame`."""
     place = user_frame(frame) or frame
     if place is None:
         return ""
@@ -212,9 +215,9 @@ def _place(frame: FrameType | None) -> str:
 
 
 class Watched(Generic[T]):
-    """An awaitable that runs the user's code called `name`.
+    """An awaitable that runs user code, named `name` in errors.
 
-    `on_blocked` is called with the seconds of each part that blocks the event loop too long.
+    Each time the code blocks the event loop too long, `on_blocked` is called with the seconds.
     """
 
     __slots__ = ("_name", "_on_blocked", "_work")
@@ -253,10 +256,7 @@ class Watched(Generic[T]):
 
 
 def watch_tasks(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-    """Create a task for an event loop, as its task factory.
-
-    Tasks that the user's code creates are watched.
-    """
+    """Create a task: a task factory for event loops. Tasks that user code creates are watched."""
     if running := OCCUPANCY.current:
         work = _await(Watched(work, running.name, running.on_blocked))
     return asyncio.Task(work, loop=loop, **options)
@@ -267,10 +267,9 @@ async def _await(work: Awaitable[T]) -> T:
 
 
 class OwnThread(Executor):
-    """A daemon thread that runs functions in order. It starts with the first function.
+    """A daemon thread that runs functions in order. It starts with the first one.
 
-    Python cannot stop a thread. So neither the end of a run nor that of the interpreter waits for
-    it.
+    Neither the end of the run nor that of Python waits for it, because a thread cannot be stopped.
     """
 
     def __init__(self, name: str = "environment") -> None:
@@ -290,9 +289,8 @@ class OwnThread(Executor):
         return self._num_finished < self._num_submitted
 
     def submit(self, function: Callable[..., T], /, *arguments: Any, **options: Any) -> Future[T]:
-        """Run a function in the thread, after those submitted earlier.
-
-        Return a future, which cannot be cancelled.
+        """Run a function after those submitted earlier. Return a future, which cannot be
+        cancelled.
         """
         future = _Outcome()
         future.set_running_or_notify_cancel()
@@ -318,11 +316,11 @@ class OwnThread(Executor):
         return future
 
     def frame(self) -> FrameType | None:
-        """Return the Python frame that is running in the thread. None if there is none."""
+        """Return the innermost Python frame of the thread. None before it has started."""
         return sys._current_frames().get(self._thread.ident or 0) if self._thread else None
 
     def close(self) -> None:
-        """End the thread when the function that it is running has returned."""
+        """End the thread after the functions that were submitted so far."""
         if self._calls is not None:
             self._calls.put(None)
         if self.busy and self._thread:
@@ -330,7 +328,7 @@ class OwnThread(Executor):
             _hung.append(self._thread)
 
     def interrupt(self) -> None:
-        """Raise `Interrupted` in the function that the thread is running, and end the thread."""
+        """Raise `Interrupted` in the current function, and end the thread."""
         self.close()
         if self.busy and self._thread and self._thread.ident:
             thread, error = ctypes.c_ulong(self._thread.ident), ctypes.py_object(Interrupted)
@@ -338,13 +336,13 @@ class OwnThread(Executor):
 
 
 _hung: list[threading.Thread] = []
-"""Threads whose function did not return within its time limit."""
+"""Threads that were closed while their function still ran."""
 
 
 def num_hung() -> int:
-    """Return the number of threads in which the user's code still runs after its time limit.
+    """Return the number of threads in which user code runs on after its time limit.
 
-    A function that waits in the operating system, as in `time.sleep`, cannot be interrupted.
+    Code that waits in the operating system, such as `time.sleep`, cannot be interrupted.
     """
     return sum(thread.is_alive() for thread in _hung)
 
@@ -356,10 +354,9 @@ def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 async def run_limited(function: Callable[..., T], *arguments: Any, limit_s: float, name: str) -> T:
-    """Run a plain function in a new thread, and return its result.
+    """Run a plain function in a new thread and return its result.
 
-    After `limit_s` seconds the function is interrupted, and `Overdue` is raised with `name` in its
-    message.
+    After `limit_s` seconds it is interrupted, and `Overdue` is raised with `name` in its text.
     """
     thread = OwnThread(name)
     limit = asyncio.timeout(limit_s)
@@ -376,7 +373,9 @@ async def run_limited(function: Callable[..., T], *arguments: Any, limit_s: floa
 
 
 class _Outcome(Future[Any]):
-    """A future that, used as a context, takes an error raised in the context as its result."""
+    """A future that is also a context. An error raised in the context becomes the future's
+    result.
+    """
 
     def __enter__(self) -> None: ...
 
@@ -390,9 +389,8 @@ class _Outcome(Future[Any]):
 
 
 class UnjoinedThreads(ThreadPoolExecutor):
-    """A thread pool that does not wait for its threads when it is shut down.
-
-    The user's code in a thread may never return.
+    """A thread pool whose shutdown does not wait for its threads, since user code may never
+    return.
     """
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -400,19 +398,19 @@ class UnjoinedThreads(ThreadPoolExecutor):
 
 
 def _never_free(work: object) -> None:
-    """Keep an object alive until Python has ended. Freeing it would run the user's code again."""
+    """Keep an object alive to the end of Python, because freeing it would run user code again."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
-    """Let the event loop end without this task, whose code ignores cancellation."""
+    """Do not wait for this task at the end of the event loop: its code ignores cancellation."""
     asyncio.tasks._unregister_task(task)
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     _never_free(task)
 
 
 async def end_leftovers() -> None:
-    """Cancel all other tasks of the event loop. Abandon those that ignore it."""
+    """Cancel all other tasks of the event loop, and `abandon` those that ignore it."""
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for _ in range(MAX_CANCELS):
         for task in left:
@@ -426,10 +424,10 @@ async def end_leftovers() -> None:
 async def call(
     function: Callable[..., Any], *arguments: Any, thread: OwnThread | None = None
 ) -> Any:
-    """Call the user's code and return its result.
+    """Call user code and return its result.
 
-    A function that is not a coroutine runs in `thread`, or in a new thread. If the caller is
-    cancelled while it runs, the `CancelledError` has the line that the function has reached.
+    A plain function runs in `thread`, by default in a new one. If the caller is cancelled during
+    this, the `CancelledError` names the line that the function has reached.
     """
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
@@ -450,10 +448,7 @@ async def call(
 
 
 async def call_named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the user's code as `call` does.
-
-    Its errors are raised as `DescribedError` with `name`.
-    """
+    """Call user code like `call`. Errors are raised as `DescribedError` that begins with `name`."""
     try:
         return await call(function, *arguments)
     except Exception as error:
@@ -461,13 +456,12 @@ async def call_named(name: str, function: Callable[..., Any], *arguments: Any) -
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and the text of an error, in one line of limited length.
+    r"""Return the type and text of an error, in one line of limited length.
 
-    If the user's code raised it, the file and the line of that code follow in brackets. Never
-    raises an error, and waits `HELD_S` seconds at most for `__str__`. On the event loop use
-    `describe_apart`.
+    If user code raised it, file and line follow in brackets. Never raises an error, and waits at
+    most `HELD_S` seconds for `__str__`. Use `describe_apart` on the event loop.
 
-    >>> describe(ValueError("two\\nlines"))
+    >>> describe(ValueError("two\nlines"))
     'ValueError: two lines'
     """
     if isinstance(error, DescribedError):
@@ -480,10 +474,9 @@ def describe(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return `str(error)`.
+    """Return `str(error)`, or in brackets the reason why that fails.
 
-    If this runs code of the user, it runs in a thread for at most `HELD_S` seconds. If that fails,
-    the result gives the reason in brackets.
+    Code of the user runs in a thread, for at most `HELD_S` seconds.
     """
     if _has_plain_text(error):
         return str(error)
@@ -497,9 +490,8 @@ def error_text(error: BaseException) -> str:
 
 
 def traceback_text(error: BaseException) -> str:
-    """Return the traceback of an error.
-
-    If that takes more than `HELD_S` seconds, it is returned without the texts of errors.
+    """Return an error's traceback, without the texts of errors if these take more than `HELD_S`
+    seconds.
     """
     try:
         lines = finish_within(lambda: format_error(error), HELD_S, "a traceback")
@@ -509,21 +501,20 @@ def traceback_text(error: BaseException) -> str:
 
 
 async def describe_apart(error: BaseException) -> str:
-    """Return `describe(error)`. If `__str__` is the user's code, it runs off the event loop."""
+    """Return `describe(error)`. If that may run user code, it runs in a thread."""
     return describe(error) if _has_plain_text(error) else await in_thread(describe, error)
 
 
 def _has_plain_text(error: BaseException) -> bool:
-    """Return True if `str(error)` runs no code of the user."""
+    """Return True if `str(error)` runs no user code."""
     is_builtin = type(error).__str__ in (BaseException.__str__, KeyError.__str__)
     return is_builtin and all(type(each) in _PLAIN for each in error.args)
 
 
 def finish_within(function: Callable[[], T], limit_s: float, name: str) -> T:
-    """Run a function in a new thread, wait for it, and return its result.
+    """Run a function in a new thread, block until it ends, and return its result.
 
-    After `limit_s` seconds the function is interrupted, and `Overdue` is raised with `name` in its
-    message.
+    After `limit_s` seconds it is interrupted, and `Overdue` is raised with `name` in its text.
     """
     thread = OwnThread(name)
     outcome = thread.submit(function)
@@ -538,24 +529,23 @@ def finish_within(function: Callable[[], T], limit_s: float, name: str) -> T:
 
 
 class Line(str):
-    """The line of the user's code that another thread has reached, as `show_line` returns it."""
+    """The line that user code has reached in another thread, as a text."""
 
     __slots__ = ()
 
 
 def _standing_at(frame: FrameType | None) -> Line:
-    """Return the innermost line that a frame has reached outside Python's and installed libraries.
-
-    It is "" if there is none.
+    """Return the line that a frame has reached, outside of Python and of libraries. Empty without
+    one.
     """
     return Line(show_frame(frame))
 
 
 def user_line(error: BaseException) -> str:
-    """Return the line of the user's code that raised an error, or caused it, in brackets.
+    """Return, in brackets, the line of user code that raised or caused an error.
 
-    It is the last line outside Python's and installed libraries, or else outside Python's. It is ""
-    if only this package ran, or if the text of the error has it (a `SyntaxError`).
+    It is the last line outside of Python and installed libraries, or else outside of Python. Empty
+    if only this package ran, and for a `SyntaxError`, whose text has the line.
     """
     if isinstance(error, SyntaxError):
         return ""
@@ -579,12 +569,12 @@ def user_line(error: BaseException) -> str:
 
 
 class Watchdog:
-    """A thread that interrupts code of the user that blocks the event loop.
+    """A thread that interrupts user code that blocks the event loop.
 
-    It watches the event loop of the thread that enters this context. Code that blocks for `HELD_S`
-    seconds is interrupted by `EventLoopBlocked`. If the code ignores this, `on_stuck` is called
-    with a message, and the process ends. Outside the main thread Python cannot interrupt code. The
-    message is then only printed.
+    It watches the thread that enters this context. After `HELD_S` seconds it raises
+    `EventLoopBlocked` in the code. If the code ignores this, `on_stuck` is called with a message,
+    and the process ends. Python cannot interrupt code outside of the main thread: there, only a
+    message is printed.
     """
 
     def __init__(self, on_stuck: Callable[[str], None] = lambda message: None) -> None:
@@ -653,7 +643,7 @@ class Watchdog:
             end_process(1)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Raise the error in the user's code that is running, unless a debugger is attached."""
+        """Raise `EventLoopBlocked` in the code that is running, unless a debugger is attached."""
         running = OCCUPANCY.current
         self._traced = sys.gettrace() is not None
         if running and not self._traced and time.monotonic() - running.since >= running.max_s / 2:

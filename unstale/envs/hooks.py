@@ -1,8 +1,7 @@
-"""Calls of hooks: plain methods of task sets and environments, which may be slow code of the user.
+"""Call hooks: plain methods of task sets and environments, which may be slow code of the user.
 
 They run in threads, so that the event loop and all other episodes continue. Hooks of this package
-run on the event loop, because they take a few microseconds, and a change of threads takes about
-100.
+run on the event loop: they take a few microseconds, and a change of threads about 100.
 """
 
 import asyncio
@@ -48,34 +47,38 @@ from unstale.records import Task
 T = TypeVar("T")
 
 MAX_IDLE = 8
-"""Number of threads that are kept for later hooks. Starting a thread takes longer than a hook."""
+"""Largest number of threads that are kept for later calls of hooks (plain methods of user code).
+Starting a thread takes longer than a call.
+"""
 QUICK_S = 0.002
-"""Seconds for which a call of a hook blocks the event loop before it is awaited. While the loop
-awaits another hook, the call does not block.
+"""Seconds for which the event loop blocks on a hook (a plain method of user code) before it awaits
+it. It does not block if it already awaits another hook.
 
-Most hooks end within microseconds. An `await` takes five times as much processor time, and lets
-episodes that start together continue one after the other, each with its own disk writes.
+Most hooks end within microseconds, and an `await` takes five times as much processor time. It also
+lets episodes that start together continue one by one, each with disk writes of its own.
 """
 SLOW_S = 0.5
-"""Seconds after which a hook no longer waits for the hook before it. Quick hooks run one after the
-other, in the order of their calls.
+"""Seconds for which a hook (a plain method of user code) waits for the end of the previous one.
+Quicker hooks run in the order of their calls.
 """
 MAX_IDENTITIES = 100_000
-"""Number of tasks whose identity is cached. Far fewer are in flight."""
+"""Largest number of tasks whose identity (a name that repetitions share) is cached. Far fewer are
+in flight.
+"""
 _KINDS = (Closable, HasSimulatedDelays, HasWorker, Resumable)
 _idle: list[OwnThread] = []
-"""Threads that wait for the next call of a hook, a method of the user's code."""
+"""Threads that wait for another call of a hook (a plain method of user code)."""
 _unfinished: set[Future[Any]] = set()
-"""Futures of the calls of hooks that are being awaited."""
+"""Futures of the calls of hooks (plain methods of user code) that the event loop awaits."""
 os.register_at_fork(after_in_child=_idle.clear)
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 def is_own(value: object) -> bool:
-    """Return True for a task set or an environment of this package, whose hooks are quick.
+    """Return True for a task set or environment of this package, whose plain methods are quick.
 
-    Return False for adapters, which run code of libraries, and for external agents, whose tasks are
-    a user's list.
+    False for adapters, which run code of libraries, and for external agents, whose tasks are a list
+    of the user.
     """
     module = type(value).__module__
     runs_others = ".adapters." in module or module == "unstale.envs.external"
@@ -92,12 +95,12 @@ async def call_hook(
     on_loop: bool,
     thread: OwnThread | None = None,
 ) -> T:
-    """Call a plain function of a task set or an environment, and return its result.
+    """Call a plain function of a task set or environment, and return its result.
 
-    It runs in `thread`, or in a thread that hooks use one after the other. With `on_loop`, which is
-    for quick code of this package, it runs on the event loop. If the caller is cancelled, the error
-    has `name` and the line that the function has reached. With a virtual clock, the event loop
-    waits for the thread and no virtual time passes.
+    It runs in `thread`, by default in one of a few threads that run such calls one after the other.
+    With `on_loop` it runs on the event loop and must be quick. If the caller is cancelled, the
+    error has `name` and the line that the function has reached. With a virtual clock, no virtual
+    time passes during the call.
     """
     if on_loop:
         with time_limit(name):
@@ -135,9 +138,9 @@ def _is_virtual() -> bool:
 
 
 async def _free_slot() -> asyncio.Semaphore | None:
-    """Wait until no other hook runs, but at most `SLOW_S` seconds.
+    """Wait until no other hook (plain method of user code) runs, at most `SLOW_S` seconds.
 
-    Return the semaphore to release, or None if the time is over.
+    Return the semaphore to release afterwards, or None after a time-out.
     """
     slot = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore())
     if not slot.locked():
@@ -150,10 +153,9 @@ async def _free_slot() -> asyncio.Semaphore | None:
 
 
 async def hook_of(taskset: Taskset, method: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a hook of a task set as `call_hook` does, and return its result.
+    """Call a function of a task set like `call_hook`, and return its result.
 
-    After `THREAD_S` seconds, raise `DescribedError` with the hook's name and the line that it has
-    reached.
+    `method` is its name in errors. Raises `DescribedError` after `THREAD_S` seconds.
     """
     name = f"{method} of {taskset.name}"
     try:
@@ -168,9 +170,9 @@ async def hook_of(taskset: Taskset, method: str, function: Callable[..., T], *ar
 
 
 async def tasks_of(taskset: Taskset, seed: int) -> AsyncIterator[Task]:
-    """Yield the training tasks of a task set, without blocking the event loop.
+    """Yield the training tasks of a task set. User code runs in a thread.
 
-    Raises `EnvError` for an error of the task set, or if the next task takes too long.
+    Raises `EnvError` if the task set raises an error or takes too long for a task.
     """
     if is_own(taskset):
         for task in taskset.train(seed):
@@ -198,31 +200,29 @@ async def tasks_of(taskset: Taskset, seed: int) -> AsyncIterator[Task]:
 
 @dataclass(frozen=True, slots=True)
 class EnvCaller:
-    """A caller of one environment's methods. Coroutines are watched, other methods run in a thread.
+    """Calls the methods of one environment. Coroutines are watched, plain methods run in a thread.
 
-    All methods that are not coroutines run in the same thread, because a library may require it.
+    All of its plain methods run in the same thread, because libraries may require that.
     """
 
     env: Any
     name: str
     on_blocked: Callable[["EnvCaller", float], None]
-    """A function that is called with this object and the seconds of each part of a coroutine that
-    took long.
-    """
+    """Called with this object and with how many seconds a coroutine has blocked the event loop."""
     thread: OwnThread = field(default_factory=OwnThread)
     code_name: str = "the environment"
     kinds: tuple[Any, ...] = ()
-    """The protocols that the environment implements."""
+    """Optional protocols that the environment implements, such as `Closable`."""
 
     def __call__(self, method: Callable[..., Any], *arguments: Any) -> Watched[Any]:
         work = call(method, *arguments, thread=self.thread)
         return Watched(work, self.name, partial(self.on_blocked, self))
 
     async def turn(self, method: Callable[..., Any], *arguments: Any) -> Turn:
-        """Call `begin` or `step` of the environment.
+        """Call `begin` or `step` of the environment, and return a plain `Turn`.
 
-        Raises `EnvError` if the result is not a `Turn`. A subclass is converted to `Turn`, because
-        its fields may be properties.
+        An object of a subclass is converted, because its fields may be properties. Raises
+        `EnvError` for any other result.
         """
         turn = await self(method, *arguments)
         if type(turn) is Turn:
@@ -230,7 +230,7 @@ class EnvCaller:
         return await self.hook(f"the result of {method.__name__}()", _plain_turn, turn, method)
 
     async def hook(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a plain method of the environment as `call_hook` does, and return its result."""
+        """Call a plain method of the environment like `call_hook`, and return its result."""
         thread = self.thread if self.thread.is_started else None
         name = f"{name} of {self.name}"
         on_loop = is_own(self.env)
@@ -245,7 +245,7 @@ def _plain_turn(turn: Any, method: Any) -> Turn:
 
 
 def _defined_at(function: Any) -> str:
-    """Return the place at which a function is defined, in brackets. "" if it has no source."""
+    """Return the place where a function is defined, in brackets. Empty without Python source."""
     code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
     if not isinstance(code, CodeType):
         return ""
@@ -255,9 +255,9 @@ def _defined_at(function: Any) -> str:
 async def make_env(
     taskset: Taskset, task: Task, seed: int, on_blocked: Callable[[EnvCaller, float], None]
 ) -> EnvCaller:
-    """Create an environment, and return the `EnvCaller` that calls its methods.
+    """Create the environment of a task, and return the object that calls its methods.
 
-    Close the `thread` of the `EnvCaller` at the end.
+    The caller must close the `thread` of this object in the end.
     """
 
     def make() -> tuple[Any, str, tuple[Any, ...]]:
@@ -271,10 +271,10 @@ async def make_env(
 
 
 class Identities:
-    """The identities of tasks, which a method of the task set may compute.
+    """A cache of the identities of tasks, which are texts that all repetitions of a task share.
 
-    `find` calls that method in a thread. Calling this object returns a known identity at once, and
-    otherwise blocks.
+    `find` computes an identity in a thread. A call of this object computes it at once, which may
+    block.
     """
 
     def __init__(self, taskset: Taskset) -> None:
@@ -283,7 +283,9 @@ class Identities:
         self._known: dict[Task, str] = {}
 
     async def find(self, task: Task) -> str:
-        """Return the identity of a task. Raises `EnvError` if it takes too long."""
+        """Return the name that all repetitions of a task share. Raises `EnvError` if this takes too
+        long.
+        """
         if self._is_own or task in self._known:
             return self(task)
         name = await hook_of(self._taskset, "identity()", task_identity, self._taskset, task)
@@ -305,7 +307,7 @@ class Identities:
 
 
 async def with_place(text: str, taskset: Taskset, task: Task) -> str:
-    """Return a message about a task. File and line are added if the task was read from a file."""
+    """Return a text about a task, with the file and line from which the task was read, if any."""
     place = ""
     with suppress(Exception):  # only task sets that read files have it
         place = await hook_of(taskset, "place_of()", lambda: taskset.place_of(task))  # type: ignore[attr-defined]

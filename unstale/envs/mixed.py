@@ -19,7 +19,9 @@ from unstale.records import Task
 
 
 class MixedTasks:
-    """The tasks of several task sets in turn. A task keeps the name and the tools of its set."""
+    """A mixture of task sets, whose tasks come in turn. A task keeps its task set's name and
+    tools.
+    """
 
     def __init__(self, name: str, parts: Sequence[Taskset]) -> None:
         self.name = name
@@ -52,7 +54,7 @@ class MixedTasks:
                 yield task
 
     def held_out(self, count: int) -> list[Task]:
-        """Return up to `count` held-out tasks. A set that has no more is skipped."""
+        """Return up to `count` held-out tasks, in turn from each task set that still has some."""
         rows = zip_longest(*(part.held_out(count) for part in self._parts.values()))
         return list(islice((task for task in chain.from_iterable(rows) if task), count))
 
@@ -66,7 +68,7 @@ class MixedTasks:
         return task_answer(self.part_of(task), task, reply)
 
     def giveaways(self) -> str:
-        """Return the joined results of the sets' methods `giveaways`. Empty if there are none."""
+        """Return the warnings of all parts about tasks that reward an empty or constant reply."""
         parts = [part for part in self._parts.values() if implements(part, HasGiveaways)]
         return "; ".join(filter(None, (part.giveaways() for part in parts)))
 

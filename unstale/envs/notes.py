@@ -1,4 +1,4 @@
-"""Notes at the end of a task's prompt, and conversations that consist of one question."""
+"""Task sets whose prompts have a note at the end, or consist of a note only."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,30 +10,34 @@ from unstale.records import Fork, Task
 
 
 class NotedTasks:
-    """A task set whose tasks have a note at the end of the last message of their prompt."""
+    """A task set around another one. It adds notes to the last message of prompts."""
 
     def __init__(self, inner: Taskset, notes: Mapping[str, str]) -> None:
-        """Add notes to tasks by key. Tasks without a note, or with an empty one, stay unchanged."""
+        """`notes` is key of a task -> note. Tasks without a note, or with an empty one, are
+        unchanged.
+        """
         self.inner = inner
         self._notes = notes
 
     def env(self, task: Task, seed: int) -> Env:
         env = self.inner.env(task, seed)
         note = self._notes.get(task.key)
-        return _NotedEnv(env, note) if note else env
+        return NotedEnv(env, note) if note else env
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
 
-class _NotedEnv:
+class NotedEnv:
+    """An environment that adds a note to the end of its prompt."""
+
     def __init__(self, inner: Env, note: str) -> None:
         self.inner = inner
         self._note = note
 
     @property
     def replaying(self) -> bool:
-        """Whether simulated delays are left out, if the environment has any."""
+        """True if the environment must not wait to simulate delays."""
         return bool(getattr(self.inner, "replaying"))  # noqa: B009 - not all have it
 
     @replaying.setter
@@ -55,7 +59,7 @@ class _NotedEnv:
 
 
 class _Questions(NotedTasks):
-    """A task set whose tasks are questions. A reply ends the episode, without a reward."""
+    """A task set whose prompts consist of the notes. A reply ends the episode, without a reward."""
 
     def env(self, task: Task, seed: int) -> Env:
         return _Question(self._notes[task.key])
@@ -73,7 +77,9 @@ class _Question:
 
 
 def with_note(taskset: Taskset, task: Task, fork: Fork) -> Taskset:
-    """Return a task set in which a task has the note of a fork, or `taskset` without a note."""
+    """Return a task set in which this task has the fork's note. Without a note, return
+    `taskset`.
+    """
     kind = _Questions if fork.writes else NotedTasks
     noted: Taskset = kind(taskset, {task.key: fork.note})
     return noted if fork.note else taskset

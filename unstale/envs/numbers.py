@@ -1,8 +1,8 @@
-"""Numbers in texts of language models.
+r"""Numbers in texts of language models.
 
-The answer of a text is its last expression, or the content of its last `\\boxed{}`. Either the
-whole expression is understood and computed exactly, or the text has no number. A part of an
-expression is never the answer.
+The answer of a text is its last expression, or the content of its last `\boxed{}`. It counts only
+if the whole expression is understood and computed exactly. A part of an expression is never the
+answer.
 """
 
 import re
@@ -19,8 +19,8 @@ _DIGITS = (
     r"|(?:\d{1,3}(?P<by>[,'_\N{RIGHT SINGLE QUOTATION MARK} ])\d{3}(?:(?P=by)\d{3})*(?!\d)"
     r"|\d{1,2}(?:,\d\d){1,6},\d{3}(?!\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+(?!\w))?"
 )
-"""Pattern of a number in digits: `1.234,5`, `12,00,000`, thousands by one of five separators, or
-digits with a point.
+"""Pattern of a number in digits: `1.234,5`, `12,00,000`, thousands separated by one of five
+characters, or digits with a decimal point.
 """
 _RAISED = r"\s?\^\s?(?:\{[^{}]*\}|[-+]?\d+)"
 _LOWERED = r"_(?:\{[^{}]*\}|[^\W_]+)"
@@ -44,11 +44,11 @@ _RELATIONS = re.compile(
     r"approx|equiv|sim|implies|iff|[rR]ightarrow|therefore|because|"
     r"(?:black)?square|checkmark|hline|begin|end|text\w*|[&\\]"
 )
-"""Commands of LaTeX that end an expression."""
+"""LaTeX commands that end an expression."""
 _SEPARATORS = (";", "or", "and")
 _MARKUP = ("*", "$", "`", "~")
 _BOUND = "\N{NOT EQUAL TO}"
-"""The sign that replaces every inequality sign. A number next to it is not the answer."""
+"""Sign that stands for every inequality sign. A number beside it is not the answer."""
 _INEQUALITY = re.compile(
     r"[gl]eq?(?:slant)?|[gl]t|neq?"
     r"|[\N{NOT EQUAL TO}\N{LESS-THAN OR EQUAL TO}-\N{GREATER-THAN OVER EQUAL TO}]"
@@ -60,15 +60,15 @@ _JOINS = re.compile(
     r"(of|to|and|times|plus|minus|over|per|by|in|into|off|than|remainder|')( the)?"
     r"|out of|[a-z]+ by|(more|less|fewer|greater) than|[a-z]+ (times|plus|minus|[a-z]+ by)"
 )
-"""Words that join two numbers to one expression, such as `10% of 50`."""
+"""Words that join two numbers to one expression, as in `10% of 50`."""
 _PARTS = "(thir|four|fif|six|seven|eigh|nin|ten|hundred|thousand)(d|th)"
 _BEFORE = re.compile(
     rf"(.* )?((half|root|cube|square|quarters?|{_PARTS}s?) of( the)?|twice|double|triple|minus"
     "|negative)"
 )
-"""Words before a number that change its value."""
+"""Words before a number that change its value, such as `twice`."""
 _AFTER = re.compile(rf"({_PARTS}s|squared|cubed|factorial|and an? (half|quarter|{_PARTS}))\b")
-"""Words after a number that change its value."""
+"""Words after a number that change its value, such as `squared`."""
 _MEASURES = tuple(
     frozenset(names.split())
     for names in (
@@ -81,16 +81,14 @@ _MEASURES = tuple(
         "degrees degree minutes minute seconds second",
     )
 )
-"""For each kind of quantity, its units. Values such as `5 feet 6 inches` have two of one kind."""
+"""Units by kind of quantity. A value such as `5 feet 6 inches` has two units of one kind."""
 _EQUALS = tuple("=<>\N{ALMOST EQUAL TO}\N{RIGHTWARDS ARROW}")
 _AFTER_SIGN = tuple("-+*/^)=}$")
-"""Characters that may follow the sign of a factorial in prose. After an exclamation mark they do
-not occur.
-"""
+"""Characters that follow the `!` of a factorial in prose, but never an exclamation mark."""
 _CALLS = tuple(f"({each}" for each in "0123456789-.\\")
 _FOLLOWING = re.compile(r"(\s*)(.{0,2})")
 _UNITS = frozenset("mgshlLtdJNWVAKCFcp")
-"""Units of a single letter. Other letters beside a number are variables."""
+"""Units of one letter. Any other letter beside a number is a variable."""
 _FUNCTIONS = ("sin", "cos", "tan", "log", "ln", "exp")
 _GREEK = re.compile(r"[\N{GREEK CAPITAL LETTER ALPHA}-\N{GREEK SMALL LETTER OMEGA}]|pi$")
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!sqrt\b)[A-Za-z]{2,}")
@@ -113,7 +111,7 @@ _BETWEEN_THOUSANDS = re.compile(
     r"(?<=\d)(?:\{,\}|,?\\[,;:! ]|[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])"
     r"(?=\d{3}(?!\d))"
 )
-"""Separators of thousands other than a comma, in LaTeX and in typeset text."""
+"""Separators of thousands in LaTeX and typeset text, other than a comma."""
 _MINUS_SIGNS = str.maketrans("\N{MINUS SIGN}\N{EN DASH}", "--")
 _PLAIN = str.maketrans(
     "\N{FRACTION SLASH}\N{DIVISION SLASH}\N{DIVISION SIGN}\N{MINUS SIGN}\N{MULTIPLICATION SIGN}"
@@ -124,19 +122,18 @@ _SIGN_OF_CURRENCY = re.compile(r"([-+])\\?[$\N{EURO SIGN}\N{POUND SIGN}\N{YEN SI
 
 
 class Quantity(NamedTuple):
-    """The answer in a text: a number, a list of numbers, or something that is not computed."""
+    """The answer of a text: a number, a list of numbers, or a text such as a time."""
 
     value: Value
-    """A number: exact, or a float if it has a root that is not rational. A list is a tuple. A text
-    is something that is not computed: a time or ratio (`7:30`), a range or date (`3-4`), a version
-    (`1.2.3`).
+    """The number: exact, or a float if it has an irrational root. A list is a tuple. A text is what
+    is not computed: a time or ratio (`7:30`), a range or date (`3-4`), a version (`1.2.3`).
     """
     is_percent: bool = False
-    """True if a percent sign follows the number: `5%` has the value 5."""
+    """True if a percent sign follows. `5%` has the value 5."""
 
 
 def with_plain_numbers(text: str) -> str:
-    """Return the text with ASCII minus signs, commas between thousands, and no `$` after a sign.
+    r"""Return the text with ASCII minus signs, commas between thousands, and no `$` after a sign.
 
     >>> with_plain_numbers("\N{MINUS SIGN}$1 000".replace(" ", "\N{NO-BREAK SPACE}"))
     '-1,000'
@@ -146,11 +143,13 @@ def with_plain_numbers(text: str) -> str:
 
 
 def last_number(text: str) -> Fraction | float | None:
-    """Return the last number in the text, or None. `last_quantity` describes the rule.
+    r"""Return the value of the last expression in a text, or None if it is not a number.
+
+    `last_quantity` says which expressions are understood.
 
     >>> last_number("first 1,350, then -$5.50"), last_number("three quarters, or 3/4")
     (Fraction(-11, 2), Fraction(3, 4))
-    >>> last_number("1.5 * 10^3 cm^2"), last_number(r"\\boxed{2\\pi}"), last_number("on 3/4/2024")
+    >>> last_number("1.5 * 10^3 cm^2"), last_number(r"\boxed{2\pi}"), last_number("on 3/4/2024")
     (Fraction(1500, 1), None, None)
     """
     found = last_quantity(text)
@@ -159,13 +158,13 @@ def last_number(text: str) -> Fraction | float | None:
 
 
 def given_answer(text: str) -> str:
-    """Return the answer of a text, as a text that is equal for equal numbers.
+    r"""Return the answer of a text in a form that is equal for equal numbers.
 
-    This is its last number, or else its last `\\boxed{}`. Empty without both.
+    It is the last quantity, or else the content of the last `\boxed{}`. Empty without both.
 
-    >>> given_answer("It is **1,350.0**"), given_answer(r"\\boxed{3/4}"), given_answer("about 5%")
+    >>> given_answer("It is **1,350.0**"), given_answer(r"\boxed{3/4}"), given_answer("about 5%")
     ('1350', '3/4', '5%')
-    >>> given_answer(r"So \\boxed{No Way}"), given_answer("no")
+    >>> given_answer(r"So \boxed{No Way}"), given_answer("no")
     ('no way', '')
     """
     quantity = last_quantity(text)
@@ -175,12 +174,12 @@ def given_answer(text: str) -> str:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """Return the last expression in the text, computed. None if there is none or it is not
+    r"""Return the computed last expression of a text. None if there is none or it is not
     understood.
 
-    If there is a `\\boxed{}`, only the last one counts. Otherwise, a remark in parentheses counts
-    only if no number stands elsewhere. Units, signs of currencies and markup are skipped. An
-    expression that has a variable, a function, a division by 0 or very large numbers is not
+    If there is a `\boxed{}`, only the last one counts. Otherwise, a number in a remark in
+    parentheses counts only if there is no other. Units, signs of currencies and markup are skipped.
+    An expression with a variable, a function, a division by 0 or a very large number is not
     understood.
 
     >>> last_quantity("5% of it"), last_quantity("x = 2i")
@@ -214,7 +213,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Return the text in plain characters. All forms of fractions become `\\frac{1}{2}`."""
+    r"""Return the text with plain characters, in which every fraction is written `\frac{1}{2}`."""
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{_compatible(found[0])}}}", with_plain_numbers(text))
     text = _VULGAR.sub(lambda found: "\\frac" + _compatible(found[0]).replace("/", ""), text)
     text = _ASCII_INEQUALITY.sub(_BOUND, _compatible(text))
@@ -226,7 +225,9 @@ def _plain(text: str) -> str:
 
 
 def _compatible(text: str) -> str:
-    """Return superscripts, wide characters and typeset fractions as plain characters."""
+    """Return the text with superscripts, wide characters and typeset fractions as plain
+    characters.
+    """
     plain = unicodedata.normalize("NFKC", text)
     return plain.translate(_PLAIN)
 
@@ -240,7 +241,7 @@ def _of_line(
 ) -> Quantity | Literal[False] | None:
     """Return the last expression of a line, computed.
 
-    None means that it is not understood, and False that there is none.
+    None if it is not understood, False if there is none.
     """
     tokens = _grouped([*_tokens(line, is_prose)], is_box=is_box)
     found = [place for place, token in enumerate(tokens) if _is_value(token)]
@@ -272,7 +273,7 @@ def _of_line(
 
 
 def _tokens(line: str, is_prose: bool) -> Iterator[Token]:
-    """Yield the tokens of a line. Text outside of expressions gives tokens of the kind `end`."""
+    """Yield the tokens of a line. What belongs to no expression is of the kind `end`."""
     last, spaced, place = Token("end", "\n", True), False, 0
     for found in _TOKEN.finditer(line):
         spaced |= found.start() > place
@@ -290,7 +291,7 @@ class _Context(NamedTuple):
     spaced: bool
     space: str
     following: str
-    """The next two characters after the token and the `space` that follows it."""
+    """The next two characters, after the white space `space`."""
     is_prose: bool
 
     @property
@@ -305,7 +306,7 @@ class _Context(NamedTuple):
 
 
 def _classified(kind: str, text: str, context: _Context) -> tuple[str, str]:
-    """Return the kind and the text of a token. An empty kind means that the token is skipped."""
+    """Return the kind and text of a token. Tokens of an empty kind are skipped."""
     if kind == "command":
         kind, text = _command(text[1:])
         if kind == "operator":
@@ -332,7 +333,7 @@ def _classified(kind: str, text: str, context: _Context) -> tuple[str, str]:
 
 
 def _command(name: str) -> tuple[str, str]:
-    """Return the kind and the text of the token for a LaTeX command."""
+    """Return the kind and text of the token of a LaTeX command."""
     if _INEQUALITY.fullmatch(name):
         return "end", _BOUND
     if _RELATIONS.fullmatch(name):
@@ -348,7 +349,9 @@ def _command(name: str) -> tuple[str, str]:
 
 
 def _operator(sign: str, context: _Context) -> tuple[str, str]:
-    """Return the token for an operator. A star that is markup gives the kind `end`."""
+    """Return the kind and text of an operator's token. A star that is markup is of the kind
+    `end`.
+    """
     if sign not in ("*", "**", "x", "X"):
         return "operator", sign
     is_even, is_between = context.spaced == bool(context.space), context.before_value
@@ -361,9 +364,9 @@ def _operator(sign: str, context: _Context) -> tuple[str, str]:
 
 
 def _word(text: str, context: _Context) -> tuple[str, str]:
-    """Return the kind of the word at the start of `text`, and the text for which it stands.
+    """Return the kind of the first word in `text`, and what it stands for.
 
-    A word that is no scale, function or variable has the kind `end`. So has a unit.
+    Units and other words that are no scale, function or variable are of the kind `end`.
     """
     name = re.split(r"[\s^_]", text.lstrip("-/ "))[0]
     is_tight = context.after_value and not context.spaced and text[0] not in "-/"
@@ -385,9 +388,9 @@ def _word(text: str, context: _Context) -> tuple[str, str]:
 
 
 def _grouped(tokens: list[Token], *, is_box: bool) -> list[Token]:
-    """Return the tokens without the brackets that do not enclose an expression or a list.
+    """Return the tokens, with brackets that enclose neither an expression nor a list as kind `end`.
 
-    A comma with a space separates the items of a list only in such brackets, and in a box.
+    A comma before a space separates items only inside of the other brackets and in a box.
     """
     ends = [*accumulate(token.kind == "end" for token in tokens)]
     values = [*accumulate(_is_value(token) for token in tokens)]
@@ -416,15 +419,13 @@ def _grouped(tokens: list[Token], *, is_box: bool) -> list[Token]:
 
 
 def _is_value(token: Token) -> bool:
-    """Return True if a token has a value, or begins an expression that has one. A variable has
-    none.
-    """
+    """Return True if a token is, or begins, something that has a value. A variable has none."""
     is_named = token.kind == "unknown" and not token.text[:1].isalpha()
     return is_named or token.kind in ("number", "text", "root", "fraction")
 
 
 def _belong(tokens: Sequence[Token], place: int) -> bool:
-    """Return True if the token at `place` and the one before it are parts of one expression."""
+    """Return True if the token at `place` and the one before it belong to one expression."""
     before, token = tokens[place - 1], tokens[place]
     if "end" in (before.kind, token.kind):
         return False
@@ -435,7 +436,7 @@ def _belong(tokens: Sequence[Token], place: int) -> bool:
 
 
 def _is_list(tokens: Sequence[Token]) -> bool:
-    """Return True if a value precedes a comma or `or`, outside of brackets."""
+    """Return True if a comma, `;`, `or` or `and` follows a value, outside of brackets."""
     depth = has_value = 0
     for token in tokens:
         depth += (token.kind == "open") - (token.kind == "close")
@@ -446,7 +447,7 @@ def _is_list(tokens: Sequence[Token]) -> bool:
 
 
 def _is_fragment(tokens: Sequence[Token], start: int, end: int) -> bool:
-    """Return True if words make the expression a part of a larger one, such as `3 of 4`."""
+    """Return True if words make the expression part of a larger one, as in `3 of 4`."""
     last = next((place for place in range(start - 1, -1, -1) if tokens[place].kind != "end"), -1)
     before = [each.text.lower() for each in tokens[last + 1 : start] if each.text not in _MARKUP]
     after = [each.text.lower() for each in tokens[end + 1 : end + 4] if each.text not in _MARKUP]
@@ -462,10 +463,9 @@ def _is_fragment(tokens: Sequence[Token], start: int, end: int) -> bool:
 
 
 def _trimmed(run: Sequence[Token], before: Token) -> Sequence[Token]:
-    """Return the expression `run` without dashes at its ends.
+    """Return the expression `run` without dashes at its ends. `before` is the token before it.
 
-    The result is empty if the expression only continues another one. `before` is the token before
-    it.
+    Empty if the expression continues another one.
     """
     first, last = run[0], run[-1]
     if first.kind == "operator":

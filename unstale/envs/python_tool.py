@@ -1,6 +1,5 @@
-"""The environment `python`: puzzles that are easy with a tool that runs Python code.
-
-The code runs in a sandbox.
+"""The environment `python`: puzzles that are easy with a tool that runs Python code in a
+sandbox.
 """
 
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ WORDS = ("copper", "lantern", "orchard", "pebble", "saddle", "thimble", "walnut"
 
 
 class PythonTasks(NumberedTasks):
-    """Tasks with small puzzles. The reward is 1 if the last reply gives the answer."""
+    """Tasks with small puzzles. The reward is 1 if the last reply has the answer."""
 
     name = "python"
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)
@@ -59,19 +58,15 @@ class PythonTasks(NumberedTasks):
         )
 
     def env(self, task: Task, seed: int) -> Question:
-        """Return the environment of a task.
-
-        `seed` is not used: the task's number decides everything.
-        """
+        """Return the environment of a task. `seed` is not used, because nothing in it is random."""
         question, answer = self.puzzle(task)
         system = Message("system", "Work it out with the tool, then answer.")
         return Question((system, Message("user", question)), answer, ToolRunner(TOOL, run))
 
 
 async def run(code: str) -> str:
-    """Run a program in the sandbox and return its output.
-
-    Raises `ValueError` if the program fails.
+    """Run a program in the sandbox and return its output. Raises `ValueError` if the program
+    fails.
     """
     if len(code) > MAX_CODE:
         raise ValueError(f"a program may have {MAX_CODE} characters")

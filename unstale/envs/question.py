@@ -1,4 +1,4 @@
-"""An environment with one question and one tool, answered in text."""
+"""An environment that asks one question and offers one tool. The answer is text."""
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -8,15 +8,15 @@ from unstale.envs import Message, ToolCall, Turn
 from unstale.envs.numbers import last_number
 
 _AROUND = ".,;:!?\"'`*_$()[]{}\\"
-"""Punctuation and markup that may stand around the answer."""
+"""Punctuation and markup that is removed around a word before it is compared with the answer."""
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 class ToolRunner:
-    """A runner of the calls of one tool, whose only argument is a string.
+    """Runs the calls of one tool, whose only argument is a string.
 
-    `tool` is its schema. `run` returns the tool's result, or raises `ValueError` with an error
-    message.
+    `tool` is the tool's schema. `run` returns the result for an argument, or raises `ValueError`
+    with a text for the policy.
     """
 
     def __init__(self, tool: Mapping[str, Any], run: Callable[[str], Awaitable[str]]) -> None:
@@ -27,7 +27,7 @@ class ToolRunner:
         self.errors = 0
 
     async def answer(self, calls: Sequence[ToolCall]) -> tuple[Message, ...]:
-        """Return the results of the calls, or error messages, in their order."""
+        """Return one message per call, in order: its result or an error."""
         return tuple([Message("tool", await self._call(call)) for call in calls])
 
     async def _call(self, call: ToolCall) -> str:
@@ -51,8 +51,8 @@ class ToolRunner:
 class Question:
     """The environment of one question. The first reply without a tool call ends the episode.
 
-    If `answer` is a number, the reward is 1 if the last number of that reply equals `answer`.
-    Otherwise it is 1 if a word of that reply, without punctuation around the word, equals `answer`.
+    If `answer` is a number, the reward is 1 if it equals the reply's last number. Otherwise it is 1
+    if it equals a word of the reply, without punctuation around the word.
     """
 
     def __init__(self, prompts: tuple[Message, ...], answer: str, runner: ToolRunner) -> None:
@@ -73,11 +73,11 @@ class Question:
 
 
 def _is_right(text: str, answer: str) -> bool:
-    """Return True if a reply gives the answer. Of several numbers, the last one counts.
+    r"""Return True if a reply gives the answer. Of several numbers, only the last one counts.
 
     >>> _is_right("12 or 13", "12"), _is_right("It is **-5,032**.", "-5032")
     (False, True)
-    >>> _is_right("It is \\\\boxed{tunlaw}.", "tunlaw")
+    >>> _is_right("It is \\boxed{tunlaw}.", "tunlaw")
     True
     """
     expected = last_number(answer)

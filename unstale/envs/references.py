@@ -1,28 +1,27 @@
-"""Conversations read from a file for supervised training, encoded as a run would record them."""
+"""Conversations in a file, encoded as a run would record them, for supervised training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unstale.config import ConfigError
-from unstale.envs import Message, ToolCall
+from unstale.envs import Image, Message, ToolCall
 from unstale.envs.chat import Chat
 from unstale.envs.rows import FILES, file_type, load_rows
 from unstale.envs.strict_json import loads
+from unstale.pictures import read_data_url
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A conversation to learn from, as tokens."""
+    """A conversation for supervised training, as token ids."""
 
     tokens: tuple[int, ...]
     replies: tuple[bool, ...]
-    """For each token, True if it belongs to a reply of the assistant. Only these tokens are
-    learnt.
-    """
+    """For each token, True if it belongs to a reply of the assistant. Only these are trained on."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.replies):
@@ -34,11 +33,11 @@ def load_references(
 ) -> list[Reference]:
     """Return the conversations of a JSONL, JSON or Parquet file.
 
-    Each row has `messages` with `role`, `content` and, for calls of an assistant, `tool_calls` in
-    the format of the OpenAI API. All messages with the role `assistant` are learnt. A row may have
-    `tools`, a list of schemas in the format of the OpenAI API, instead of those of `chat`. With
-    `own_tools`, every row must have them. Raises `ConfigError` with the row's number if a row
-    cannot be encoded or has more than `max_tokens` tokens.
+    Each row has `messages` with `role`, `content` and, for calls of the assistant, `tool_calls` in
+    OpenAI's format. All replies of the assistant are trained on. A row may have `tools`, a list of
+    schemas in OpenAI's format, in place of those of `chat`. With `own_tools`, every row must have
+    them. Raises `ConfigError` with the row's place if a row cannot be encoded or has more than
+    `max_tokens` tokens.
     """
     path = Path(path)
     if file_type(str(path)) not in FILES or not path.is_file():
@@ -65,8 +64,8 @@ def load_references(
 def encode_conversation(chat: Chat, messages: Sequence[Message]) -> Reference:
     """Return a conversation as the tokens that a run would have recorded.
 
-    Raises ValueError if it does not begin with a prompt and end with a reply, or if a reply cannot
-    be written in the chat template's form.
+    Raises ValueError if it does not begin with a prompt and end with a reply, or if the chat
+    template cannot write a reply.
     """
     places = [place for place, message in enumerate(messages) if message.role == "assistant"]
     if not places or places[0] == 0 or places[-1] != len(messages) - 1:
@@ -88,8 +87,14 @@ def encode_conversation(chat: Chat, messages: Sequence[Message]) -> Reference:
     return Reference(tuple(tokens), tuple(replies))
 
 
-def read_messages(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row. Raises ValueError if they are not a list of chat messages."""
+def read_messages(
+    row: Mapping[str, Any], picture: Callable[[str], bytes] | None = None
+) -> list[Message]:
+    """Return the messages of a row. Raises ValueError if they are not a list of chat messages.
+
+    With `picture`, a user's content may be a list of parts as in the OpenAI API, some of which are
+    pictures. It returns the file that a URL names.
+    """
     found = row.get("messages")
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
         raise ValueError(f"messages must be a list of messages, got {str(found)[:80]!r}")
@@ -103,6 +108,8 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
             case {"role": role, "content": str() | None as content} if role in ROLES:
                 calls = tuple(_call(call) for call in each.get("tool_calls") or ())
                 messages.append(Message(role, content or "", calls))
+            case {"role": "user", "content": list(parts)} if picture:
+                messages.append(_with_pictures(parts, picture))
             case _:
                 raise ValueError(
                     f"a message needs a role of {', '.join(ROLES)} and a content, got "
@@ -111,10 +118,44 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def read_tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, Any]] | None:
-    """Return the tools of a row as schemas. None if it has none.
+def _with_pictures(parts: Sequence[Any], picture: Callable[[str], bytes]) -> Message:
+    text, images = "", []
+    for part in parts:
+        match part:
+            case {"type": "text", "text": str(words)}:
+                text += words
+            case {"type": "image_url", "image_url": {"url": str(url)}}:
+                images.append(Image(picture(url), len(text)))
+            case _:
+                raise ValueError(
+                    f"a part of a content must be of type text or image_url, got {str(part)[:80]!r}"
+                )
+    return Message("user", text, images=tuple(images))
 
-    Raises ValueError if they are not schemas of functions, or if they are `required` and missing.
+
+def picture_reader(folder: Path, *, only_check: bool = False) -> Callable[[str], bytes]:
+    """Return a function that reads the picture of a URL: a data URL, or a file within `folder`.
+
+    It raises ValueError for another one. With `only_check` it returns no files.
+    """
+
+    def read(url: str) -> bytes:
+        if url.startswith("data:"):
+            data = read_data_url(url)
+            if data is None:
+                raise ValueError(f"{url[:60]!r} is no data URL with a picture in base64")
+            return b"" if only_check else data
+        if not (folder / url).is_file():
+            raise ValueError(f"there is no picture {url!r} beside the file of the rows")
+        return b"" if only_check else (folder / url).read_bytes()
+
+    return read
+
+
+def read_tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, Any]] | None:
+    """Return the schemas of a row's tools. None if the row has no `tools`.
+
+    Raises ValueError if they are no schemas of functions, or if they are `required` and missing.
     """
     tools = row.get("tools")
     if tools is None and not required:
@@ -132,7 +173,7 @@ def read_tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, A
 
 
 def _call(call: Any) -> ToolCall:
-    """Return a tool call in the format of the OpenAI API, or its `function` alone."""
+    """Return a tool call that is given in OpenAI's format, or as only the `function` in it."""
     match call:
         case {"function": function}:
             return _call(function)

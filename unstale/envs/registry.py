@@ -1,4 +1,4 @@
-"""Creation of the task set that the option `task.env` names, and checks of it before a run."""
+"""Create the task set that the option `task.env` names, and check it before a run."""
 
 import hashlib
 import json
@@ -25,15 +25,13 @@ from unstale.envs.mixed import MixedTasks
 from unstale.records import Task
 
 MAX_CHECKED = 1000
-"""Largest number of training tasks that are checked before a run. The check takes about 1 ms."""
+"""Largest number of training tasks that are drawn as a check before a run. They take about 1 ms."""
 
 
 PREPARE_S = 60.0
-"""Seconds within which a task set must list the tasks that are checked before a run."""
+"""Seconds that a method of a task set may take before a run, for example to list tasks."""
 LOAD_S = 600.0
-"""Seconds within which a user's module must be imported, or a task set created. Both may load
-data.
-"""
+"""Seconds that the import of a user's module or the creation of a task set may take."""
 _SLOW = "make it quicker, such as by storing on disk what it computes or downloads"
 
 
@@ -56,10 +54,10 @@ def build_taskset(config: TaskConfig) -> Taskset:
 
 
 def make_with_library(config: TaskConfig, **options: Any) -> Taskset:
-    """Return the task set that `LIBRARY:NAME` names.
+    """Return the task set for `task.env = LIBRARY:NAME`.
 
-    `options` are passed to the adapter's function. Raises `ConfigError` if the library is missing,
-    or the task set cannot be created.
+    `options` are arguments of the library's adapter. Raises `ConfigError` if the library is
+    missing, or the task set cannot be created.
     """
     library, _, name = config.env.partition(":")
     problem = _problem(config)
@@ -78,10 +76,10 @@ def _problem(config: TaskConfig) -> str:
 
 
 def import_user_code(name: str, problem: str) -> Any:
-    """Import the object that `module:attribute` names, and return it.
+    """Return the object that `module:attribute` names, after importing the module.
 
     If the option was given as a Python object (`Given`), return that object. Raises `ConfigError`
-    that begins with `problem`, for any error in the module.
+    that begins with `problem` if the import fails.
     """
     if isinstance(name, Given):
         return name.value
@@ -96,12 +94,11 @@ def import_user_code(name: str, problem: str) -> Any:
 
 
 def _import_from_current_folder(name: str) -> None:
-    """Import a module or package of the current folder, even if an installed one has the same name.
+    """Import a module of the current folder, even if an installed module has the same name.
 
-    Do nothing if the folder has no such module, if a module of that name is imported already, or if
-    Python does not look for modules in the current folder. Modules that it imports itself are
-    looked for in the usual order, so a file that somebody else put into the folder does not replace
-    a library.
+    Do nothing if the folder has no such module, if it is imported already, or if Python does not
+    search the current folder. What the module itself imports is searched in the usual order, so
+    that a foreign file in the folder does not replace a library.
     """
     if name in sys.modules or {"", os.getcwd()}.isdisjoint(sys.path):
         return
@@ -119,7 +116,7 @@ def _import_from_current_folder(name: str) -> None:
 def _origin(module: ModuleType) -> str:
     """Return the file of a module in brackets.
 
-    For an installed module, add the advice to give the user's own module another name.
+    For an installed module, the advice to rename the user's own module follows.
     """
     file = getattr(module, "__file__", None)
     if file is None:
@@ -132,9 +129,9 @@ def _origin(module: ModuleType) -> str:
 
 @contextmanager
 def user_code(problem: str) -> Iterator[None]:
-    """Return a context that turns an error of the user's code into a `ConfigError`.
+    """Return a context that turns errors of user code into `ConfigError`.
 
-    The message begins with `problem` and names the line where the error arose.
+    Its text begins with `problem` and names the line that raised the error.
     """
     try:
         yield
@@ -145,9 +142,8 @@ def user_code(problem: str) -> Iterator[None]:
 
 
 def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
-    """Raise `ConfigError` if a task set has invalid tools or fewer than `num_tasks` training tasks.
-
-    A run takes `num_tasks` training tasks.
+    """Raise `ConfigError` if a task set has invalid tools, or fewer training tasks than
+    `num_tasks`.
     """
     name = _name(taskset)
     with user_code(f"the tools of {name} cannot be read"), preparing(taskset, "tools"):
@@ -172,7 +168,9 @@ def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
 
 
 def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:
-    """Return the held-out tasks. Raises `ConfigError` if the task set cannot list them."""
+    """Return up to `count` held-out tasks. Raises `ConfigError` if the task set fails to list
+    them.
+    """
     name = _name(taskset)
     problem = f"held_out({count}) of {name} failed"
     with user_code(problem), preparing(taskset, "held_out()"):
@@ -180,11 +178,10 @@ def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:
 
 
 def data_digests(taskset: Taskset) -> dict[str, str]:
-    """Return the number of rows and a digest of them, for each split of a task set with rows.
+    """Return split -> number and digest of its rows, for a task set that has rows.
 
-    The splits of a mixture have the name of the part before theirs, as in `math/train`. Empty for a
-    task set that creates its tasks from numbers. Values that are not JSON, such as images, count
-    only by their type.
+    The splits of a mixture are named as in `math/train`. Empty for a task set without rows. Of
+    values that are not JSON, such as images, only the type counts.
     """
     if isinstance(taskset, MixedTasks):
         return {
@@ -207,9 +204,9 @@ def _digest(rows: Sequence[Any]) -> str:
 
 @contextmanager
 def preparing(taskset: Taskset, method: str) -> Iterator[None]:
-    """Return a context in which a method of a task set may take `PREPARE_S` seconds before a run.
+    """Return a context in which a method of a task set may take `PREPARE_S` seconds.
 
-    After this time, `ConfigError` is raised.
+    After that, `ConfigError` is raised. `method` is its name in the error.
     """
     with _limit(f"{method} of {_name(taskset)}"):
         yield

@@ -1,6 +1,4 @@
-"""Parsing of replies: the reasoning text, the content and the tool calls in a text of the
-policy.
-"""
+"""Parse a reply's text into its reasoning text, its content and its tool calls."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,16 +13,13 @@ END_OF_THOUGHT = "</think>"
 
 
 def any_of(control_texts: Iterable[str]) -> str:
-    """Return a pattern that matches any of these control tokens.
-
-    Those of one character are left out.
-    """
+    """Return a pattern that matches each of these texts that has more than one character."""
     marks = [re.escape(mark) for mark in control_texts if len(mark.strip()) > 1]
     return "|".join(marks) or "(?!)"
 
 
 class ReplyReader:
-    """A reader of replies in the format of a chat template."""
+    """Reads replies in the format of a chat template."""
 
     def __init__(
         self,
@@ -35,10 +30,10 @@ class ReplyReader:
         thinks: bool,
         begins_thinking: bool,
     ) -> None:
-        """`form` is the format of tool calls and `schemas` those of the tools.
+        """`form` is the format of tool calls, and `schemas` has the tools' schemas.
 
-        `thinks` is True if replies may have a reasoning text, and `begins_thinking` if the prompt
-        opens it.
+        `thinks` is True if replies may have reasoning text, and `begins_thinking` if the prompt
+        already opens it.
         """
         self._form = form
         self._schemas = schemas
@@ -48,7 +43,7 @@ class ReplyReader:
         self._begins_thinking = begins_thinking
 
     def message(self, text: str) -> Message:
-        """Return the message of a reply with this text.
+        """Return the message of a whole reply.
 
         If the reply does not end its reasoning text, all of it is in `thoughts`, and the content is
         empty.
@@ -59,16 +54,16 @@ class ReplyReader:
         return replace(message, thoughts=thoughts or "")
 
     def _only_thinks(self, text: str) -> bool:
-        """Return True if a reply begins with a reasoning text that it does not end."""
+        """Return True if a reply begins reasoning text and does not end it."""
         if not self._thinks or END_OF_THOUGHT in text:
             return False
         return self._begins_thinking or text.lstrip("\n").startswith(THOUGHT)
 
     def parse_text(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
-        """Parse a reply. Return its reasoning text, and the reply as a message.
+        """Return the reasoning text of a reply, and the rest as a message.
 
-        The reasoning text is None if it is not complete. With `calls=False`, tool calls remain text
-        in the message. Calls in the reasoning text are ignored.
+        The reasoning text is None if the reply has none or does not end it. With `calls=False`,
+        tool calls remain text. Calls inside of reasoning text do not count.
         """
         thoughts = None
         if self._thinks and END_OF_THOUGHT in text:
@@ -78,10 +73,10 @@ class ReplyReader:
         return thoughts, self.parse_content(text) if calls else Message("assistant", text)
 
     def parse_partial(self, text: str, *, calls: bool = True) -> tuple[str, str]:
-        """Parse an unfinished reply.
+        """Return the reasoning text and the content of an unfinished reply, as far as they are
+        certain.
 
-        Return the parts of its reasoning text and content that are certain. Text that could still
-        become something else, such as a tool call, is left out.
+        Text that may still become something else, such as a tool call, is left out.
         """
         thoughts = ""
         form = self._form
@@ -107,7 +102,7 @@ class ReplyReader:
         return thoughts, text.rstrip()
 
     def parse_content(self, text: str) -> Message:
-        """Return the message of a reply without reasoning text, with its tool calls."""
+        """Return the message of a reply that has no reasoning text."""
         form = self._form
         if form is None:
             return Message("assistant", text.strip())
@@ -121,10 +116,9 @@ class ReplyReader:
 
 
 def _split_thoughts(text: str) -> tuple[str, str]:
-    """Split a text at the tag that ends reasoning.
+    """Return the reasoning text, and the text after the tag `</think>`.
 
-    Return the reasoning text and the text after the tag. Without the tag, the whole text is
-    reasoning.
+    Without the tag, all of the text is reasoning.
     """
     thoughts, _, rest = text.partition(END_OF_THOUGHT)
     return thoughts.lstrip("\n").removeprefix(THOUGHT).strip("\n"), rest.lstrip("\n")

@@ -31,7 +31,7 @@ NAMES = (
 )  # fmt: skip
 COLOURS = ("red", "blue", "green", "black", "white", "grey", "yellow", "brown")
 PAYMENTS = ("gift", "card", "bank", "wallet")
-"""Payment methods. Every customer has a gift balance and one other."""
+"""Kinds of payment methods. Each customer has a gift balance and one of the others."""
 
 POLICY = """You serve the help desk of a shop. Customers write to you; you look things up and \
 change things with the tools.
@@ -135,7 +135,7 @@ FACTS = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One variant of a product."""
+    """A product in one colour."""
 
     id: str
     name: str
@@ -152,17 +152,19 @@ class Order:
     items: tuple[str, ...]
     paid_with: str
     point: str
-    """Number of the pickup point of the order."""
+    """Number of the pickup point."""
     days: int
-    """Days since the order was delivered; 0 before that."""
+    """Days since the delivery. 0 for an order that is not delivered."""
     returned: tuple[tuple[str, str], ...] = ()
-    """Returned items, as pairs `(item, payment method that was refunded)`."""
+    """Pairs (number of a returned item, number of the payment method that got the refund)."""
     exchanged: tuple[tuple[str, str], ...] = ()
-    """Exchanged items, as pairs `(old item, new item)`."""
+    """Pairs (number of the old item, number of the new item)."""
 
 
 def item_of(desk: Desk, order: Order, item_id: str) -> Item:
-    """Return an item of an order that was neither returned nor exchanged."""
+    """Return an item of an order. Raises `DeskError` if the order does not have it, or no
+    longer.
+    """
     gone = {item for item, _ in order.returned + order.exchanged}
     if item_id not in order.items or item_id in gone:
         raise DeskError(f"no item {item_id} in order #{order.id}")
@@ -170,7 +172,7 @@ def item_of(desk: Desk, order: Order, item_id: str) -> Item:
 
 
 def variants(desk: Desk, item: Item) -> list[Item]:
-    """Return the other colours of an item's product."""
+    """Return the items of the same product in other colours."""
     return [
         other for other in desk[Item].values() if other.name == item.name and other.id != item.id
     ]
@@ -254,7 +256,7 @@ def redirect_order(desk: Desk, order_id: str, point_id: str) -> str:
 
 
 def add_stock(draw: Draw) -> None:
-    """Add six random products, in four colours each, to the shop that is being drawn."""
+    """Add six random products, in four colours each, to the database."""
     for name in draw.random.sample(NAMES, 6):
         kinds: tuple[Terms, ...] = ("regular", "sale", "final")
         (terms,) = draw.random.choices(kinds, weights=(0.6, 0.2, 0.2))
@@ -289,9 +291,8 @@ KINDS = {
     "business": 0.06,
     "redirect_shipped": 0.03,
 }
-"""Share of each kind of request. The right decision is to refuse in 10%, to hand over in 9%, to
-cancel in 12%. From level 2 on, `refuse_final` includes refusals for stock and for the return
-window.
+"""Kind of a request -> its share. It is right to refuse 10% of requests, to hand over 9%, and to
+cancel 12%. From level 2 on, `refuse_final` also has refusals for stock and for the return window.
 """
 
 _WISHES: Mapping[str, tuple[tuple[str, tuple[Status, ...]], ...]] = {
@@ -316,13 +317,15 @@ _WISHES: Mapping[str, tuple[tuple[str, tuple[Status, ...]], ...]] = {
     ),
     "redirect_shipped": (("redirect", ("shipped",)),),
 }
-"""The possible wishes of each kind of request, each with the possible states of its order."""
+"""Kind of a request -> pairs (what the customer wishes, possible states of the order). One pair and
+one state are drawn.
+"""
 
 _TERMS: Mapping[str, Terms] = {"return": "regular", "return_sale": "sale", "refuse_final": "final"}
 
 
 def draw_request(draw: Draw, kind: str, user: User) -> Request:
-    """Return a request of the given kind. Add an order that fits it to the database."""
+    """Return a random request of this kind, and add an order that fits it to the database."""
     random, items = draw.random, draw.desk[Item]
     wishes = _WISHES[kind]
     if kind == "refuse_status" and draw.level == 1:
@@ -366,11 +369,11 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
 
 
 def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-    """Return the expert's steps. Each rule of the domain's `faults` may be ignored.
+    """Return the expert's steps. `ignores` returns True for rules that the expert breaks.
 
-    An expert that ignores `item`, `variant` or `payment` takes the first of a list instead of the
-    one that is meant. One that ignores `point` takes the present pickup point, and one that ignores
-    `cancel` refuses to cancel. One that ignores another rule overlooks a mark or state.
+    An expert that breaks `item`, `variant` or `payment` takes the first of several instead of the
+    one that is meant. With `point` it takes the old pickup point, and with `cancel` it refuses to
+    cancel. With another rule it overlooks a mark or a state.
     """
     order = scenario.desk[Order][request.case]
     wish = request.wish
@@ -452,5 +455,5 @@ RETAIL = Domain(
 )
 
 RetailTasks = partial(DeskTasks, RETAIL)
-"""Makes the tasks of the environment. The keyword arguments are those of `DeskTasks`."""
+"""Creates the task set. The keyword arguments are those of `DeskTasks`."""
 ENV = desk_spec(RETAIL)

@@ -1,8 +1,8 @@
-"""Rows of data files, of data sets of the Hugging Face hub, and of Python lists.
+"""Rows of data files, of data sets on the Hugging Face hub, and of Python lists.
 
-Each row has its place, so messages can name the file and the line. Input that a reader would
+Each row has its place, so that errors can name the file and line. Input that a reader would
 silently drop or mix up is refused: repeated names, values without a column, unclear separators. The
-memory for rows is limited, however large the content of a compressed file.
+memory for rows is limited, however large the content of a compressed file is.
 """
 
 import csv
@@ -20,22 +20,24 @@ from unstale.config.given import HERE
 from unstale.envs.strict_json import loads
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")
-"""Types of files with rows, in upper or lower case. All but Parquet may be compressed (.gz)."""
+"""Suffixes of files with rows, in lower or upper case. All but Parquet may be compressed (.gz)."""
 MAX_BYTES = 2 << 30
-"""Largest size in bytes of a file's values in memory. As Python objects, they take several times as
-much.
-"""
+"""Largest number of bytes of a file's values. As Python objects they take several times as much."""
 MAX_ROW_BYTES = 16 << 20
-"""Largest size in bytes of a line. A context of a million tokens has about 4 MB."""
+"""Largest number of bytes of a line. A context of a million tokens has about 4 MB."""
 _ROW_BYTES = 512
-"""Bytes of memory that a row takes in addition to its values."""
+"""Bytes that a row takes besides its values."""
 _SEPARATORS = ",;\t|"
 _SAMPLE = 256
-"""Number of lines from which the separator is found, and of rows read at once from Parquet."""
+"""Number of lines in which the separator is looked for, and of Parquet rows that are read at
+once.
+"""
 
 
 class Row(dict[str, Any]):
-    """A row with its `place` for messages, such as `rows.jsonl, line 3`."""
+    """A row of data: column -> value. Its `place` is a text for errors, such as `rows.jsonl, line
+    3`.
+    """
 
     def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]], place: str) -> None:
         super().__init__(values)
@@ -43,13 +45,13 @@ class Row(dict[str, Any]):
 
 
 class _Meter:
-    """A counter of the memory that the rows of a file take."""
+    """Counts the memory that the rows of a file take."""
 
     def __init__(self) -> None:
         self.left = MAX_BYTES
 
     def add(self, num_bytes: int, path: Path) -> None:
-        """Raise `ConfigError` if there is no memory for `num_bytes` more."""
+        """Count another row of `num_bytes`. Raises `ConfigError` if the rows exceed `MAX_BYTES`."""
         self.left -= num_bytes + _ROW_BYTES
         if self.left < 0:
             raise ConfigError(
@@ -61,11 +63,11 @@ class _Meter:
 def load_rows(
     source: str, *, subset: str = "", split: str = "train", option: str = "task.env"
 ) -> list[Row]:
-    """Return the rows of a file or of a data set on the hub.
+    """Return the rows of a file, or of a data set on the hub.
 
-    An existing file is never sought on the hub. Another name without the suffix of a data file is a
-    data set on the hub, which needs the extra `datasets`. `option` is named in the error if there
-    is no such file. Raises `ConfigError` if the rows cannot be read.
+    `source` is the name of a data set if it has no suffix of a data file and no file has this name.
+    Data sets need the extra `datasets`. `option` is named in errors. Raises `ConfigError` if the
+    rows cannot be read.
     """
     path, kind = Path(source), file_type(source)
     if source.startswith(HERE):
@@ -95,10 +97,10 @@ def load_rows(
 
 
 def list_rows(rows: Any, option: str, prompt_column: str) -> list[Row]:
-    """Return rows that a program passed.
+    """Return the rows that a Python program passed as the option named `option`.
 
-    A text, or a list of messages, is a row with only a prompt. Raises `ConfigError`, with the name
-    of the option, for rows that cannot be listed.
+    A text or a list of messages is a row with only a prompt. Raises `ConfigError` if `rows` is no
+    list of rows.
     """
     if hasattr(rows, "iloc"):  # a table of pandas, whose items are the names of columns
         _require_names([str(name) for name in rows.columns], option)
@@ -128,7 +130,7 @@ def list_rows(rows: Any, option: str, prompt_column: str) -> list[Row]:
 
 
 def file_type(source: str) -> str:
-    """Return the suffix that says how a file is read, in lower case and without `.gz`.
+    """Return the suffix that decides how a file is read, in lower case and without `.gz`.
 
     >>> file_type("Rows.JSONL.gz"), file_type("rows.parquet"), file_type("openai/gsm8k")
     ('.jsonl', '.parquet', '')
@@ -139,7 +141,7 @@ def file_type(source: str) -> str:
 
 
 def _lines(file: BufferedIOBase, path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, line ends included, without a byte order mark."""
+    """Yield the lines of a UTF-8 file with their line ends, without a byte order mark."""
     meter = _Meter()
     number = 0
     while data := file.readline(MAX_ROW_BYTES + 1):
@@ -183,7 +185,7 @@ def _json_rows(file: BufferedIOBase, path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(lines: Iterator[str], path: Path) -> Iterator[Row]:
-    """Yield the rows of a CSV file with a header. All values are text."""
+    """Yield the rows of a CSV file with a header. All values are texts."""
     csv.field_size_limit(MAX_ROW_BYTES)  # of the process: other readers are not used
     first = list(islice(lines, _SAMPLE))
     separator = _separator(first, path)
@@ -208,7 +210,9 @@ def _csv_rows(lines: Iterator[str], path: Path) -> Iterator[Row]:
 
 
 def _separator(lines: Sequence[str], path: Path) -> str:
-    """Return the separator that gives the header and the first row the same number of columns."""
+    """Return the character that separates columns: the header and the first row then have equally
+    many.
+    """
     found = []
     for each in _SEPARATORS:
         rows = (row for row in csv.reader(lines, delimiter=each) if row)
@@ -243,7 +247,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _require_names(names: Sequence[str], where: str) -> None:
-    """Raise `ConfigError` if a column has no name, or if two columns have the same name."""
+    """Raise `ConfigError` if a column has no name, or if two columns have the same one."""
     earlier = set[str]()
     for number, name in enumerate(names, start=1):
         if not name.strip():
@@ -270,7 +274,9 @@ def _object(value: Any, place: str) -> Row:
 
 
 def _hub_rows(name: str, subset: str, split: str) -> list[Row]:
-    """Load a data set from the hub with the library `datasets`, from its cache or by download."""
+    """Return the rows of a data set on the hub, from the cache of the library `datasets` or by
+    download.
+    """
     try:
         import datasets
     except ImportError:

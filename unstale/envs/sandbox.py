@@ -1,10 +1,10 @@
-"""A sandbox for programs that a model wrote. It works on Linux only.
+"""A sandbox for programs that a model wrote, on Linux only.
 
-Programs have no network, and limits on time, memory, files and processes. The sandbox uses
-Bubblewrap if that works on this machine. The file system is then read-only but for one small
-folder, and no process remains after the program. Otherwise it uses resource limits, in kernel
-namespaces if these are allowed. `kind` and `weaknesses` report the method and what it does not
-prevent. See docs/security.md.
+Programs have no network, and limits on time, memory, files and processes. If Bubblewrap works on
+this machine, the file system is read-only except for one small folder, and no process outlives the
+program. Otherwise the sandbox sets resource limits, inside of kernel namespaces if these are
+allowed. `kind` and `weaknesses` return which method is used and what it does not prevent. See
+docs/security.md.
 """
 
 import asyncio
@@ -48,27 +48,25 @@ _ENTER = (
 )
 
 _POOL = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="sandbox")
-"""Threads that start programs, one for each core. They are kept, because a program is killed when
-the thread that started it ends.
+"""Threads that start programs, one per core. They must live on: the kernel kills a program when the
+thread that started it ends.
 """
 
 _UIDS = itertools.cycle(range(61_184, 65_520))
-"""User ids that no account has. If this process is root, each program runs under one of them."""
+"""User ids without an account. If this process is root, each program may run under one of them."""
 
 ALLOW_WEAK = "UNSTALE_ALLOW_WEAK_SANDBOX"
-"""Name of the environment variable with which root may use the method `limits`. Child processes
-inherit it.
+"""Environment variable that allows root to run programs without bubblewrap. Child processes inherit
+it.
 """
 _PREFIX = "unstale-sandbox-"
 _KILL_ROUNDS = 50
-"""Number of attempts to kill all processes of a user. Processes that ended, but that nobody waited
-for, remain.
-"""
+"""Number of attempts to kill all processes of a user. Zombies, which nobody waits for, remain."""
 _SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders in which every user may write."""
 
 _INSIDE = "/tmp/work"
-"""Working directory of a program in bubblewrap. It is empty at the start."""
+"""Working directory of a program in bubblewrap. It is empty at first."""
 _ENVIRONMENT = {
     "PATH": os.defpath,
     "LANG": "C.UTF-8",
@@ -78,31 +76,35 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _READ_ONLY = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
-"""Folders and files of the system that programs in bubblewrap can read."""
+"""System files and folders that a program in bubblewrap can read."""
 _POLL_MS = 50
-"""Milliseconds between two checks that the caller has not cancelled a program."""
+"""Milliseconds between two checks whether the caller was cancelled."""
 
 
 class SandboxError(EnvError):
-    """Error: the sandbox could not start the program. The failure of a program is not an error."""
+    """Error: a program could not be started in the sandbox. A program that fails raises no
+    error.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits on a program's resources. A request of the program beyond a limit fails."""
+    """Limits on a program's resources. Requests beyond a limit fail."""
 
     seconds: float = 5.0
-    """Wall-clock seconds of the program, and CPU seconds of each process, before it is killed."""
+    """Wall-clock seconds after which the program is killed. Also the limit of each process's CPU
+    time.
+    """
     memory_mb: int = 512
-    """Address space of each process, in MB. Memory that is not mapped, such as a memfd or a shared
-    segment of System V, is refused by the filter of system calls.
+    """Address space of each process in MB. Memory that this does not count, such as a memfd or a
+    shared segment of System V, cannot be created.
     """
     file_mb: int = 16
-    """Largest size of a file in MB. With bubblewrap, it is the limit for all files together."""
+    """Largest size of a file in MB. With bubblewrap, all files together."""
     processes: int = 16
     """Largest number of processes and threads at the same time."""
     output_kb: int = 64
-    """Size in kB of stdout, and of stderr, from which on the output is cut off."""
+    """Size in kB at which stdout is cut off, and the same for stderr."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -112,26 +114,23 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """The output and the exit code of a program.
-
-    The code is 128 + n after signal n, as in a shell.
-    """
+    """The output and exit code of a program. The code is 128 + n after signal n, as in a shell."""
 
     stdout: str
     stderr: str
     code: int
     ended: Ended
-    """The way in which the program ended. `timeout`: killed at the time limit. `output`: its stdout
-    was cut off, or its stderr if that was kept.
+    """How the program ended. `timeout`: it was killed at the time limit. `output`: it ended, but
+    its stdout or stderr was cut off.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A method of isolation, with its properties.
+    """A method of isolation.
 
-    `isolated` means new namespaces of the kernel without bubblewrap. `own_user` means that programs
-    run as a new user instead of root.
+    `isolated`: in new kernel namespaces, without bubblewrap. `own_user`: as a new user instead of
+    root.
     """
 
     kind: Kind
@@ -140,15 +139,14 @@ class _Way:
 
     @property
     def counts_processes(self) -> bool:
-        """True if the kernel can limit the number of processes.
-
-        It counts them per user, but never for root.
+        """True if the kernel can limit a program's processes. It counts per user, and not for
+        root.
         """
         return self.own_user or (os.getuid() != 0 and (self.isolated or self.kind == "bubblewrap"))
 
     @property
     def helpers(self) -> int:
-        """Number of the sandbox's helper processes, which the kernel counts as the program's."""
+        """Number of the sandbox's own processes that count as the program's."""
         return 2 if self.isolated else int(self.kind == "bubblewrap" and not self.own_user)
 
 
@@ -170,11 +168,12 @@ async def run(  # noqa: PLR0913 - two of them are what the program reads
     require: Kind = "limits",
     keep_stderr: bool = True,
 ) -> ProgramResult:
-    """Run Python code (a string) or a command (a list) in a new folder with `files`.
+    """Run Python code (a string) or a command (a list of strings), and return its result.
 
-    Environment variables are not passed to the program. Without `keep_stderr`, stderr is discarded
-    and has no limit. If the caller is cancelled, the program is killed. Without bubblewrap, raises
-    `ConfigError` for root (see `check_allowed`) and for `require="bubblewrap"`.
+    It runs in a new folder with `files` (name -> text), without this process's environment
+    variables. Without `keep_stderr`, stderr is discarded and unlimited. If the caller is cancelled,
+    the program is killed. Raises `ConfigError` if bubblewrap does not work here but is required, by
+    `require` or because this process is root (see `check_allowed`).
     """
     for name in files:
         if name in ("", ".", "..") or "/" in name:
@@ -199,7 +198,7 @@ async def run(  # noqa: PLR0913 - two of them are what the program reads
 def check_allowed() -> None:
     """Raise `ConfigError` if this process is root and bubblewrap does not work here.
 
-    A program could then write files outside of its folder. `allow_weak` allows this.
+    A program could then write files outside of its folder. `allow_weak` turns this check off.
     """
     if os.getuid() == 0 and os.environ.get(ALLOW_WEAK) != "1" and _way().kind != "bubblewrap":
         raise ConfigError(
@@ -210,17 +209,17 @@ def check_allowed() -> None:
 
 
 def allow_weak() -> None:
-    """Allow root to run programs without bubblewrap, in this process and in its children."""
+    """Let root run programs without bubblewrap, in this process and its children."""
     os.environ[ALLOW_WEAK] = "1"
 
 
 def kind() -> Kind:
-    """Return the name of the method of isolation that works on this machine."""
+    """Return the method of isolation that is used here: "bubblewrap" or "limits"."""
     return _way().kind
 
 
 def weaknesses() -> str:
-    """Return a sentence about the attacks that this machine's sandbox does not prevent."""
+    """Return a sentence that lists what this machine's sandbox does not prevent."""
     way = _way()
     risks = [
         "a program that uses a fault of the kernel",
@@ -239,9 +238,9 @@ def weaknesses() -> str:
 
 
 def _risks_of_limits(way: _Way) -> list[str]:
-    """Return the attacks that bubblewrap prevents and this machine's sandbox does not.
+    """Return what the method `limits` does not prevent, but bubblewrap does.
 
-    The version of the kernel's Landlock decides which.
+    It depends on the kernel's version of Landlock.
     """
     version = landlock_version()
     files = "open to everybody" if way.own_user else "of your user, secrets included,"
@@ -263,9 +262,8 @@ def _risks_of_limits(way: _Way) -> list[str]:
 
 @cache
 def _is_filtered(way: _Way) -> bool:
-    """Return True if the sandbox's filter of system calls works.
-
-    The filter then prevents a program from creating a user namespace.
+    """Return True if the filter of system calls works, so that no program can create a user
+    namespace.
     """
     code = "import ctypes; raise SystemExit(ctypes.CDLL(None).unshare(0x10000000) == 0)"
     result = _run(way, _Job([sys.executable, "-c", code], "", {}, Limits()), threading.Event())
@@ -274,10 +272,9 @@ def _is_filtered(way: _Way) -> bool:
 
 @cache
 def _way() -> _Way:
-    """Try all methods of isolation. Return the strongest one that works on this machine.
+    """Return the strongest method of isolation that works here, found by trying all.
 
-    Folders of killed runs are removed. Without namespaces, programs that root starts must run as
-    another user.
+    Also removes folders of killed runs. Raises `SandboxError` if no method works.
     """
     remove_leftovers(Path(tempfile.gettempdir()), _PREFIX)
     ways = [_Way("bubblewrap", own_user=True), _Way("bubblewrap")] if shutil.which("bwrap") else []
@@ -300,7 +297,7 @@ def _way() -> _Way:
 
 
 def _run(way: _Way, job: _Job, stop: threading.Event) -> ProgramResult:
-    """Run a program until it ends, its time is over, or `stop` is set."""
+    """Run a program until it ends, its time is over, or `stop` is set. Return its result."""
     with _own_folder() as folder, _user(way) as user:
         return _run_in(folder, user, way, job, stop)
 
@@ -363,9 +360,9 @@ def _run_in(
 
 @contextmanager
 def _own_folder() -> Iterator[Path]:
-    """Return a context with a new, empty folder.
+    """Return a context with a new, empty folder, which is removed at the end.
 
-    The folder is removed at the end, or by a later process if this one is killed.
+    If this process is killed, a later one removes the folder.
     """
     parent = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:
@@ -379,10 +376,10 @@ def _own_folder() -> Iterator[Path]:
 
 @contextmanager
 def _user(way: _Way) -> Iterator[int | None]:
-    """Return a context with a user id that no other sandbox uses, or None.
+    """Return a context with a user id that no other sandbox uses. None if programs run as this
+    user.
 
-    None means that programs run as this process's user. At the end the user's processes are killed,
-    and its files in shared folders are removed.
+    At the end, the user's processes are killed and its files in shared folders are removed.
     """
     if not way.own_user:
         yield None
@@ -400,7 +397,7 @@ def _user(way: _Way) -> Iterator[int | None]:
 
 
 def _remove_traces(user: int) -> None:
-    """Kill a user's processes, and remove its files in shared folders."""
+    """Kill all processes of a user, and remove its files in shared folders."""
     for _ in range(_KILL_ROUNDS):
         if not (processes := _owned(Path("/proc"), user)):
             break
@@ -428,9 +425,9 @@ def _owned(folder: Path, user: int) -> list[Path]:
 
 
 def _ends(pid: int, deadline: float, stop: threading.Event) -> bool:
-    """Return True if the process ends before the deadline and before `stop` is set.
+    """Return True if the process ends before `deadline` and before `stop` is set.
 
-    The process's exit status is not read, so its id is not used again yet.
+    Its exit status is not read, so that its id is not reused yet.
     """
     descriptor = os.pidfd_open(pid)
     poll = select.poll()
@@ -445,7 +442,7 @@ def _ends(pid: int, deadline: float, stop: threading.Event) -> bool:
 
 
 def _bubblewrap(way: _Way, limits: Limits) -> list[str]:
-    """Return the bubblewrap command that is put before the program's command.
+    """Return the bubblewrap command that goes before the program's command.
 
     The program sees a read-only system, one small writable folder, no network and no other process.
     It is killed when this process ends.

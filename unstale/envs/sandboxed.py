@@ -1,7 +1,8 @@
-"""The code that runs inside the sandbox: drop privileges, then execute the program.
+"""The code that starts a program inside of the sandbox: drop privileges, then execute it.
 
-`sandbox.py` runs this source in a Python interpreter without other modules. It reads the job from a
-file, which is then emptied. If the program cannot be executed, the file gets the error.
+`sandbox.py` runs this source in a Python interpreter without other modules. The code reads what to
+do from a file, and then empties it. If the program cannot be executed, it writes the error into the
+file.
 """
 
 import ctypes
@@ -59,7 +60,7 @@ _ALL_TCP, _SIGNALS_AND_ABSTRACT_SOCKETS = 3, 3
 
 
 def main(descriptor: int) -> None:
-    """Execute the job in the file with this descriptor. Never returns."""
+    """Execute the program that the file with this descriptor describes. Never returns."""
     with open(descriptor, "rb", closefd=False) as file:
         note = json.load(file)
     os.set_inheritable(descriptor, False)
@@ -95,15 +96,15 @@ def main(descriptor: int) -> None:
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock, 0 without it."""
+    """Return the version of Landlock in the kernel. 0 without it."""
     return max(0, _LIBC.syscall(_CREATE_RULES, None, 0, _GET_VERSION))
 
 
 def _lock_files() -> None:
-    """Allow writing, creating and removing files in this folder only, by the kernel's Landlock.
+    """By the kernel's Landlock, forbid to write, create or remove files outside of this folder.
 
-    Writing to the output and to /dev/null stays allowed. Without Landlock, nothing is refused.
-    Landlock version 4 also refuses TCP, and version 6 signals to processes outside of the sandbox.
+    Writing to the output and to /dev/null stays allowed. Without Landlock, nothing is forbidden.
+    Version 4 also forbids TCP, and version 6 signals to processes outside of the sandbox.
     """
     version = landlock_version()
     if not version:
@@ -130,9 +131,10 @@ def _descriptor(number: int) -> int:
 
 
 def _filter_system_calls(machine: str, *, keep_group: bool) -> None:
-    """Refuse namespaces, mounts and some other system calls, if the kernel has filters.
+    """Forbid namespaces, mounts and some other system calls, if the kernel can filter calls.
 
-    clone3 is reported as unknown, because its flags cannot be read. The C library then uses clone.
+    With `keep_group`, the program cannot leave its process group either. clone3 is reported as
+    unknown, since its flags cannot be checked. The C library then uses clone.
     """
     if machine not in _MACHINES:
         return
@@ -158,7 +160,7 @@ def _filter_system_calls(machine: str, *, keep_group: bool) -> None:
 
 
 def _fork() -> None:
-    """Continue as the child process. The parent waits, and exits with the child's code."""
+    """Fork and return in the child. The parent waits, and exits with the child's exit code."""
     if child := os.fork():
         while (ended := os.wait())[0] != child:
             pass

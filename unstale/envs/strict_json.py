@@ -9,11 +9,11 @@ from unstale.config.names import unique_names
 
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _DIGIT = re.compile(r"[^eE]*[1-9]")
-"""Pattern of the start of a number that is not 0."""
+"""Pattern that matches the start of a number other than 0."""
 
 
 def require_characters(text: str) -> None:
-    """Raise `ValueError` if a text has one half of a surrogate pair, which UTF-8 cannot encode."""
+    """Raise `ValueError` if a text has half of a surrogate pair, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -27,7 +27,9 @@ def _refuse_constant(word: str) -> NoReturn:
 
 
 def read_float(text: str) -> float:
-    """Return a number. Raises `ValueError` for one that Python reads as infinite or as 0."""
+    """Return the number that a text names. Raises `ValueError` if a float would be infinite, or 0
+    instead of a tiny number.
+    """
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is too large for a number")
@@ -49,7 +51,7 @@ class _StrictDecoder(json.JSONDecoder):
 STRICT_DECODER = _StrictDecoder(
     object_pairs_hook=unique_names, parse_constant=_refuse_constant, parse_float=read_float
 )
-"""The decoder of `loads`, for texts in which other text follows a JSON value."""
+"""The decoder that `loads` uses. It can also decode a value that other text follows."""
 
 
 def loads(text: str | bytes) -> Any:

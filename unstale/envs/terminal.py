@@ -1,7 +1,7 @@
-"""Terminal tasks: the agent works with a shell in a sandbox, and hidden tests decide.
+"""Terminal tasks: the agent works with a shell in a sandbox, and hidden tests give the reward.
 
 `--task.env terminal:FOLDER` reads folders of Harbor or Terminal-Bench. `TerminalTasks` takes tasks
-that a program made, and a runtime of your own. See docs/terminal.md.
+that a Python program made, and another runtime (maker of sandboxes). See docs/terminal.md.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ TOOL = tool_schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TerminalConfig(TaskConfig):
-    """Folders of tasks for an agent with a shell, decided by hidden tests."""
+    """Folders with tasks for an agent with a shell. Hidden tests give the reward."""
 
     env: str = "terminal:FOLDER"
     """`terminal:` and the folder that has the folders of the training tasks."""
@@ -57,14 +57,14 @@ class TerminalConfig(TaskConfig):
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Limits of the commands of an agent: the time of each, and the size of its output."""
+    """Limits of each command of the agent: its time in seconds and the size of its output in kB."""
 
     seconds: float = 30.0
     output_kb: int = 4
 
 
 class TerminalTasks(ListedTasks):
-    """Lists of terminal tasks. All sandboxes are made by `runtime`."""
+    """Terminal tasks, given as lists. `runtime` makes the sandboxes."""
 
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)
 
@@ -77,7 +77,9 @@ class TerminalTasks(ListedTasks):
         runtime: Runtime | None = None,
         commands: Commands | None = None,
     ) -> None:
-        """Check the tasks. Raises `ConfigError` for one that the runtime cannot make."""
+        """Check the tasks. Raises `ConfigError` if `runtime` cannot make a sandbox for one of
+        them.
+        """
         self.name = name
         self._runtime = runtime or NamespaceRuntime()
         self._commands = commands or Commands()
@@ -87,19 +89,24 @@ class TerminalTasks(ListedTasks):
         self.data = {split: [*map(_row, count(), tasks)] for split, tasks in self._tasks.items()}
 
     def env(self, task: Task, seed: int) -> "TerminalEnv":
-        """Return the environment of a task. `seed` is not used: nothing in it is random."""
+        """Return the environment of a task. `seed` is not used, because nothing in it is random."""
         chosen = self._tasks[task.split][self.data_of(task)["number"]]
         return TerminalEnv(chosen, self._runtime, self._commands)
 
 
 def _row(number: int, task: TerminalTask) -> dict[str, Any]:
-    """Return what identifies a task: its number and name, and a digest of all that it has."""
+    """Return a record that identifies a task: its number, its name and a digest of its content."""
     digest = hashlib.sha256(repr(task).encode()).hexdigest()
     return {"number": number, "name": task.name, "digest": digest}
 
 
 class TerminalEnv:
-    """One task. A reply without a call ends the agent's turn, and so does its time limit."""
+    """The environment of one task. The agent's turn ends with a reply without a tool call, or at
+    its time limit.
+
+    Only commands take time of this limit. An episode also waits for weights, for the engine and for
+    other episodes of its tree, which says nothing about the agent.
+    """
 
     def __init__(
         self,
@@ -114,15 +121,15 @@ class TerminalEnv:
         self._system = system
         self._runner = ToolRunner(TOOL, self._run)
         self._sandbox: Sandbox | None = None
-        self._ends = 0.0
+        self._used_s = 0.0
+        """Seconds that the agent's commands took."""
 
     async def begin(self) -> Turn:
         self._sandbox = await self._runtime.start(self._task)
-        self._ends = asyncio.get_running_loop().time() + self._task.agent_timeout_s
         return Turn((Message("system", self._system), Message("user", self._task.instruction)))
 
     async def step(self, reply: Message) -> Turn:
-        is_late = asyncio.get_running_loop().time() > self._ends
+        is_late = self._used_s >= self._task.agent_timeout_s
         if reply.tool_calls and not is_late:
             answers = await self._runner.answer(reply.tool_calls)
             return Turn(answers, facts=self._facts())
@@ -146,14 +153,15 @@ class TerminalEnv:
     async def _run(self, command: str) -> str:
         if "\0" in command:
             raise ValueError("a command cannot have the character NUL")
-        limits = self._commands
-        return _shown(
-            await self._opened().run(command, seconds=limits.seconds, output_kb=limits.output_kb)
-        )
+        limits, loop = self._commands, asyncio.get_running_loop()
+        sandbox, begun = self._opened(), loop.time()
+        result = await sandbox.run(command, seconds=limits.seconds, output_kb=limits.output_kb)
+        self._used_s += loop.time() - begun
+        return _shown(result)
 
 
 def _shown(result: CommandResult) -> str:
-    """Return what the agent reads of a command."""
+    """Return the text that the agent gets as result of a command."""
     lines = [result.output.rstrip("\n")] if result.output.strip() else []
     if result.ended == "output":
         lines.append("[more output was cut off]")
@@ -165,9 +173,9 @@ def _shown(result: CommandResult) -> str:
 
 
 def _rewards(task: TerminalTask, verdict: Verdict) -> tuple[dict[str, float], bool]:
-    """Return the rewards of an episode, and True if the tests left none that can be read.
+    """Return an episode's rewards, and True if the tests wrote none that can be read.
 
-    The reward is then 0. An error would give the agent a way out of a task that it fails.
+    The reward is then 0. An error would let the agent avoid the result of a task that it fails.
     """
     if task.exit_code_decides:
         passed = verdict.tests.code == 0 and verdict.tests.ended != "timeout"

@@ -1,9 +1,8 @@
-"""Conversion of text to tokens and back.
+"""Convert text to tokens and back.
 
-A text that continues another one is encoded as its continuation. Many tokenizers encode the start
-of a text in another way than its middle: they put a blank before it, or drop the white space around
-control tokens. So a text that continues other text is encoded together with the end of that text,
-whose tokens are then cut off.
+Many tokenizers encode the start of a text differently from its middle: they put a blank before it,
+or drop white space around control tokens. So a text that continues another one is encoded together
+with the end of that text, whose tokens are then cut off.
 """
 
 import codecs
@@ -16,37 +15,37 @@ from typing import Any
 import numpy as np
 
 SEAM = "\ue000"
-"""A character that is inserted into a text such as `<|im_end|>` in a message. It divides the text,
-so that the tokenizer does not encode it as a control token. It is removed afterwards.
+"""A character that is inserted into a text in a message such as `<|im_end|>`, so that the tokenizer
+does not encode it as a control token. It is left out when the text is encoded.
 """
 LONG_REPLY_TOKENS = 4096
-"""Number of tokens from which on `TextTokens.decode` takes 1 ms or more, so that it should run in a
-thread.
-"""
+"""Number of tokens from which `TextTokens.decode` takes 1 ms or more and should run in a thread."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""Pattern of the tokens that stand for single bytes, in vocabularies that have them."""
+"""Pattern of tokens that stand for single bytes, in vocabularies with such tokens."""
 
 
 class TextTokens:
-    """A tokenizer without a chat template: the tokens of texts, and the texts of tokens."""
+    """Converts texts to tokens and back, without a chat template."""
 
     def __init__(self, tokenizer: Any, template: str) -> None:
-        """Find the control tokens. `template` is the chat template that writes them."""
+        """Find the control tokens of a tokenizer, including those that the chat template writes."""
         self._tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.control_tokens = {token: mark.content for token, mark in added.items()}
-        """The texts of control tokens and tags, by token id."""
+        """Id of a control token or tag -> its text."""
         texts = (
             each.content for each in added.values() if each.special or each.content in template
         )
         self.control_texts = sorted({tokenizer.eos_token, *texts})
-        """The texts of all special tokens, and of added tokens that the template contains."""
+        """Sorted texts of all special tokens, and of added tokens that the chat template
+        contains.
+        """
 
     def encode(self, text: str, *, after: str = "", seam: str = "") -> tuple[int, ...]:
-        """Return the tokens of a text that continues the text `after`.
+        """Return the tokens that a text has after the text `after`.
 
-        Control tokens in it are encoded as such, unless `seam` divides them. One half of a
+        Control tokens in the text are encoded as such unless `seam` is inside of them. Half of a
         surrogate pair becomes `?`.
         """
         first, *parts = text.split(seam) if seam else [text]
@@ -55,18 +54,18 @@ class TextTokens:
         return sum((self._encode_after(SEAM, part) for part in parts), tokens)
 
     def _context(self, text: str, seam: str) -> str:
-        """Return the last part of a text, on which the tokens of its continuation depend.
+        """Return the end of a text, from its last control token on.
 
-        It begins with the last control token, so no token crosses its beginning.
+        The tokens of a continuation depend on this part only, because no token crosses its start.
         """
         last = text.rpartition(seam)[2] if seam else text
         return last[max(0, *(last.rfind(mark) for mark in self.control_texts)) :]
 
     def _encode_after(self, context: str, text: str) -> tuple[int, ...]:
-        """Return the tokens of `text` where it follows `context`.
+        """Return the tokens that `text` has after `context`.
 
-        If a token would contain the end of `context` and the start of `text`, it is divided there:
-        the tokens of the context are given and cannot change.
+        If a token would cross the border between both, it is divided there, because the tokens of
+        the context are fixed.
         """
         for before in (context, SEAM):
             start = self._own_tokens(before)
@@ -76,17 +75,13 @@ class TextTokens:
         return self._own_tokens(text)
 
     def _own_tokens(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text by itself."""
         if not text:
             return ()
         whole = text.encode(errors="replace").decode()
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens.
-
-        For many tokens, most work is done without the interpreter lock.
-        """
+        """Return the text of these tokens. Many are decoded mostly without the interpreter lock."""
         if self._backend is None:
             # transformers checks the type of each token of a list, which takes as long as decoding.
             options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -99,9 +94,9 @@ class TextTokens:
         return str(text)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of a token's text. A token may be only a part of a character.
+        """Return the UTF-8 bytes of a token, which may be part of a character.
 
-        A tokenizer that is not of the Rust library decodes the token by itself, without a context.
+        A tokenizer that is not from the Rust library decodes the token without context.
         """
         if token in self.control_tokens:
             return self.control_tokens[token].encode()
@@ -123,7 +118,7 @@ class TextTokens:
 
     @cached_property
     def _decoder_steps(self) -> list[dict[str, Any]]:
-        """The steps by which the Rust library turns tokens into text. Empty without it."""
+        """Steps by which the Rust library turns tokens into text. Empty for other tokenizers."""
         decoder = None if self._backend is None else self._backend.decoder
         if decoder is None:
             return []
@@ -132,18 +127,18 @@ class TextTokens:
 
     @cached_property
     def longest_token(self) -> int:
-        """The length of the longest token of the vocabulary, in characters."""
+        """Number of characters of the longest token in the vocabulary."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def are_token_ids(self, tokens: Sequence[int]) -> bool:
-        """Return True if all `tokens` are in the vocabulary."""
+        """Return True if all these ids are in the vocabulary."""
         return 0 <= min(tokens) <= max(tokens) < len(self._tokenizer)
 
 
 def text_offsets(tokens: Sequence[bytes]) -> Iterator[int]:
-    """Yield for each token the character position in the text at which it begins.
+    """Yield for each token the index in the text of the character in which it begins.
 
-    A token that continues a character has the position after it, as if the character were complete.
+    Tokens that are parts of one character have the same index.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     place = 0
@@ -153,14 +148,13 @@ def text_offsets(tokens: Sequence[bytes]) -> Iterator[int]:
 
 
 def longest_seam(text: str) -> int:
-    """Return the length of the longest run of `SEAM` in a text."""
+    """Return the length of the longest run of the character `SEAM` in a text."""
     return max(map(len, re.findall(f"{SEAM}+", text)), default=0)
 
 
 def _plain_backend(tokenizer: Any) -> Any:
-    """Return the Rust tokenizer, if the tokenizer uses its `decode` unchanged.
-
-    Otherwise, return None.
+    """Return the Rust tokenizer whose `decode` this tokenizer uses unchanged. None if it does
+    not.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -169,7 +163,7 @@ def _plain_backend(tokenizer: Any) -> Any:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte for which each letter stands in a byte-level vocabulary, such as GPT-2's.
+    """Return letter -> byte that it stands for in a byte-level vocabulary, such as GPT-2's.
 
     Printable bytes of Latin-1 stand for themselves. The others have the letters from 256 on.
     """

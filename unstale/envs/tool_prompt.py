@@ -1,4 +1,5 @@
-"""Texts for tools, calls and results in messages, for chat templates that do not render them.
+"""Describe tools, calls and results in the text of messages, if a chat template does not render
+them.
 
 A `Chat` uses a `ToolText` if the option `tools_in_prompt` is set and its chat template leaves out
 the descriptions of tools.
@@ -11,37 +12,37 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from unstale.envs import Message, ToolCall
+from unstale.envs import Image, Message, ToolCall
 from unstale.envs.calls import JsonCalls
 
 _EXAMPLE = ToolCall("NAME", {"ARGUMENT": "VALUE"})
-_RESULT = "<tool_response>\n{}\n</tool_response>"
+_BEFORE_RESULT, _AFTER_RESULT = "<tool_response>\n", "\n</tool_response>"
 
 Render = Callable[[Sequence[Message]], str]
-"""A function that returns a conversation as the template renders it. It may raise errors of the
-template.
+"""A function that returns the text of a conversation in the chat template. It raises the template's
+errors.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ToolText:
-    """The texts that describe tools in a conversation, and what the template renders itself."""
+    """The description of tools for a prompt, and what the chat template renders itself."""
 
     description: str
-    """The tools and the format of calls, for the start of the prompt."""
+    """A text that describes the tools and the format of calls."""
     as_system: bool
-    """True if the template renders system messages. Otherwise, the first user message begins with
-    the description.
+    """True if the chat template renders system messages. Otherwise the description starts the first
+    user message.
     """
     writes_calls: bool
-    """True if the chat template renders tool calls. Otherwise, they become content of the reply."""
-    writes_results: bool
-    """True if the chat template renders messages with the role `tool`. Otherwise, results of tools
-    are sent as user messages.
+    """True if the chat template renders tool calls. Otherwise they become part of the reply's
+    content.
     """
+    writes_results: bool
+    """True if the chat template renders the role `tool`. Otherwise results become user messages."""
 
     def prompt(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages of a prompt with the description of the tools at the start."""
+        """Return a prompt's messages, with the description of the tools added at the start."""
         role = "system" if self.as_system else "user"
         messages = list(messages)
         place = next((at for at, each in enumerate(messages) if each.role == role), None)
@@ -49,17 +50,15 @@ class ToolText:
             return [Message(role, self.description), *messages]  # type: ignore[arg-type]
         texts = [messages[place].content, self.description]
         content = "\n\n".join(texts if self.as_system else texts[::-1])
-        added = 0 if self.as_system else len(self.description) + 2
-        images = tuple(replace(each, at=each.at + added) for each in messages[place].images)
+        images = _moved(messages[place], 0 if self.as_system else len(self.description) + 2)
         messages[place] = replace(messages[place], content=content, images=images)
         return messages
 
     def written(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with calls and results as the template can render them.
+        """Return messages in which the chat template can render all tool calls and results.
 
-        Calls and results become content if the template does not render them. Results that follow
-        each other become one user message, because many templates require that users and assistants
-        alternate.
+        Successive results become one user message, because many templates require that users and
+        assistants alternate.
         """
         changed: list[Message] = []
         after_result = False
@@ -70,23 +69,30 @@ class ToolText:
                 message = replace(message, content=content, tool_calls=())
             is_result = message.role == "tool" and not self.writes_results
             if is_result:
-                message = Message("user", _RESULT.format(message.content))
+                content = f"{_BEFORE_RESULT}{message.content}{_AFTER_RESULT}"
+                message = Message("user", content, images=_moved(message, len(_BEFORE_RESULT)))
             if is_result and after_result:
-                content = f"{changed[-1].content}\n{message.content}"
-                changed[-1] = replace(message, content=content)
+                before = f"{changed[-1].content}\n"
+                images = (*changed[-1].images, *_moved(message, len(before)))
+                changed[-1] = replace(message, content=before + message.content, images=images)
             else:
                 changed.append(message)
             after_result = is_result
         return changed
 
 
+def _moved(message: Message, added: int) -> tuple[Image, ...]:
+    """Return a message's pictures, in a content that has `added` characters before this one."""
+    return tuple(replace(image, at=image.at + added) for image in message.images)
+
+
 def tool_text(
     tools: Sequence[Mapping[str, Any]], render: Render, write: Callable[[Sequence[ToolCall]], str]
 ) -> ToolText:
-    """Return the texts that describe tools, for a chat template that renders no tools.
+    """Return the description of `tools` and what the chat template renders itself.
 
-    `render` renders a conversation without tools. `write` returns the template's text for calls, or
-    "" if it writes none.
+    `render` renders messages without tools. `write` returns what the template writes for tool
+    calls, empty if nothing.
     """
     question = Message("user", "?")
     reply = Message("assistant", "!")

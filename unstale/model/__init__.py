@@ -1,1 +1,3 @@
-"""The trained model: loading, packed forward passes, log-probabilities of tokens, LoRA."""
+"""The model in training: loading it, packed forward passes, log-probabilities of tokens, and
+LoRA.
+"""

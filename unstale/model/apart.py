@@ -1,9 +1,9 @@
-"""Forward passes of one sequence each, for models whose sequences cannot be packed.
+"""Forward passes of one sequence each, for models whose sequences cannot be packed into one pass.
 
 Recurrent layers (Mamba, linear attention), convolutions, attention sinks and soft caps do not know
-where a packed sequence begins. Such models are computed by transformers, one sequence at a time,
-without padding. So a log-probability depends on its own sequence only, to the last bit. A prefix
-that several sequences share is computed once for each.
+where a packed sequence begins. transformers computes such models here, one sequence at a time and
+without padding. So a log-probability depends only on its own sequence, to the last bit. A prefix
+that several sequences have in common is computed again for each of them.
 """
 
 import math
@@ -46,10 +46,11 @@ def run_apart(
     plain_head: bool,
     pictures: PictureInputs | None = None,
 ) -> Tensor:
-    """Run a model on each sequence of a prefix tree. Return what `run_model` does.
+    """Run a model on each sequence of a prefix tree, one after the other.
 
-    The tree must have been built without shared prefixes. `rows` must not be padding. `pictures`
-    computes the inputs of a vision-language model.
+    The arguments and the result are those of `forward.run_model`. In the tree (packed sequences),
+    no two sequences may share a prefix. Raises ValueError if two do. No index in `rows` may be that
+    of a padding token.
     """
     found, places = [], []
     for segment in run.segments:
@@ -74,7 +75,7 @@ def run_apart(
 
 
 def _alone(run: PrefixTree, segment: Segment) -> PrefixTree:
-    """Return the prefix tree of one sequence of a tree, without padding."""
+    """Return a prefix tree that has only the sequence of `segment`, without padding."""
     if segment.path:
         raise ValueError("a tree with shared prefixes cannot be run one sequence at a time")
     span, length = slice(segment.start, segment.end), segment.end - segment.start
@@ -95,11 +96,11 @@ def _alone(run: PrefixTree, segment: Segment) -> PrefixTree:
 
 @torch.no_grad()
 def use(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-    """Prepare a model for `run_apart`: with the code of transformers, and torch's fused attention.
+    """Prepare a model for `run_apart`, in place: it runs the code of transformers from then on.
 
-    Attention that torch's fused one does not compute, as with sinks and soft caps, is computed by
-    transformers, which holds the scores of all pairs of tokens in memory. Return the name of the
-    attention, with which `set_attention` prepares other models of the architecture.
+    Return the name of the attention implementation. It is "sdpa" (torch's fused attention) if this
+    gives the logits of transformers' own code. Otherwise, as with sinks and soft caps, it is
+    "eager", which holds the scores of all pairs of tokens in memory.
     """
     fused.undo(model)
     sequences, _ = probe_sequences(tokenizer, vocab_size(model.get_input_embeddings()))
@@ -118,7 +119,7 @@ def use(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 
 
 def set_attention(model: PreTrainedModel, attention: str) -> None:
-    """Prepare a model for `run_apart`, with the attention that `use` chose."""
+    """Prepare a model for `run_apart`, in place. `attention` is the name that `use` returned."""
     fused.undo(model)
     model.set_attn_implementation(attention)
 
@@ -127,10 +128,11 @@ def set_attention(model: PreTrainedModel, attention: str) -> None:
 def check_apart(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Packability:
-    """Check that no token of a sequence changes the logits of earlier ones.
+    """Check that no token of a sequence changes the logits of earlier tokens.
 
-    An engine samples token by token, so only such a model has the log-probabilities of the engine.
-    A second pass must give the same bits. Raises ConfigError if the model fails.
+    An engine samples token by token. If later tokens changed logits, the trainer's
+    log-probabilities would not be the engine's. The check also requires equal bits in a second
+    pass. Raises ConfigError if the model fails.
     """
     sequences, _ = probe_sequences(tokenizer, vocab_size(model.get_input_embeddings()))
     logits = logits_alone(model, sequences)
@@ -162,10 +164,11 @@ def check_apart(
 def check_pictures(
     model: PreTrainedModel, pictures: PictureInputs, found: Packability, *, packed: bool = False
 ) -> None:
-    """Check that a model with pictures has the logits of transformers.
+    """Check that a model with pictures has the logits that transformers computes.
 
-    They are computed at once and with a cache, or with `packed` in a packed pass. `found` are the
-    results of the check without pictures. Raises ConfigError if a check fails.
+    The compared logits come from one pass and from a pass in parts with a key-value cache. With
+    `packed`, they come from a packed pass instead. `found` is the result of the check with text
+    only. Raises ConfigError if the logits differ by more than rounding.
     """
     probe = PictureProbe(pictures)
     passes = [partial(probe.logits, model, parts) for parts in (1, 3)]
@@ -182,9 +185,9 @@ def check_pictures(
 def check_length_apart(
     model: PreTrainedModel, length: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Raise ConfigError if a token at position `length` - 1 changes logits of earlier tokens.
+    """Raise ConfigError if a token at position `length` - 1 changes the logits of earlier tokens.
 
-    It does if the frequencies of a rotary embedding depend on the longest position of a pass.
+    This happens if a rotary embedding's frequencies depend on the longest position of a pass.
     """
     if "position_ids" not in signature(type(model).forward).parameters:
         return
@@ -213,9 +216,9 @@ def _agree(
     first: Callable[[], Sequence[Tensor]],
     second: Callable[[], Sequence[Tensor]],
 ) -> bool:
-    """Return True if two computations of the same logits differ by rounding only.
+    """Return True if two computations of the same logits differ only by rounding.
 
-    They are compared in a wider precision than the model's.
+    Both are repeated in a wider precision than the model's, in which rounding errors are small.
     """
     narrow = first()
     dtype = narrow[0].dtype

@@ -1,6 +1,6 @@
 """Attention for packed sequences that share prefixes: a token attends only to its own sequence.
 
-transformers calls `packed_attention` in models whose attention implementation is `ATTENTION`.
+transformers calls `packed_attention` in models whose attention implementation is named `ATTENTION`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,17 +22,17 @@ from unstale.model.prefix_tree import PrefixTree, Segment
 from unstale.model.tree_attention import TreeAttention, can_attend, layout_of
 
 ATTENTION = "unstale_packed"
-"""The name under which `packed_attention` is registered with transformers."""
+"""The name of `packed_attention` among the attention implementations of transformers."""
 
 BLOCK = 128
-"""Number of queries in one causal block on a CPU. The block is small, because half of its products
-are masked and wasted.
+"""Number of queries in one causal block on a CPU. It is small, because half of the products within
+a block are masked and wasted.
 """
 
 running: ContextVar[PrefixTree | None] = ContextVar("the tree of the current pass", default=None)
 checked_length: ContextVar[int] = ContextVar("the length for which masks are checked", default=0)
-"""The length for which the current pass checks that the model's masks equal those of packed
-attention (`check_length`). 0 in any other pass.
+"""The number of tokens for which the current pass checks the masks of the model's layers
+(`packing_check.check_length`). They must equal those of packed attention. 0 in any other pass.
 """
 
 
@@ -45,11 +45,11 @@ def packed_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention output `[1, N, heads, width]` for the tokens of the current pass.
+    """Return the attention output `[1, N, heads, width]` of a layer for the N tokens of a pass.
 
-    If the pass has a prefix tree (packed sequences whose shared prefixes are stored once), each
-    token attends only to its own sequence. Otherwise torch's scaled dot-product attention is
-    called. Raises NotImplementedError for an unsupported kind of attention.
+    In a pass over a prefix tree (packed sequences whose shared prefixes are stored once), each
+    token attends only to its own sequence. In any other pass, this calls torch's scaled dot-product
+    attention. Raises NotImplementedError for an unsupported kind of attention, such as soft caps.
     """
     run = running.get()
     if run is None:
@@ -88,7 +88,7 @@ def packed_attention(
 def sees_all(run: PrefixTree, window: int | None) -> bool:
     """Return True if a sliding window of `window` tokens excludes no token of any sequence.
 
-    None is no window.
+    `run` has the sequences. `window` None means that there is no window, so the result is True.
     """
     return window is None or all(s.depth + s.end - s.start <= window for s in run.segments)
 
@@ -96,10 +96,11 @@ def sees_all(run: PrefixTree, window: int | None) -> bool:
 def packed_mask(
     mask_function: Callable[..., Tensor], device: torch.device | str = "cpu", **options: Any
 ) -> Tensor | None:
-    """Return transformers' mask.
+    """Return the attention mask of a layer, as transformers asks for it.
 
     In a packed pass, return None, because `packed_attention` needs no mask. In a pass of
-    `check_length`, return a tensor `[1, 1, 1, 1]` with the window of `mask_function`.
+    `packing_check.check_length`, return the layer's window in tokens, as a tensor `[1, 1, 1, 1]`.
+    In any other pass, return transformers' own mask.
     """
     if running.get() is None:
         return sdpa_mask(mask_function=mask_function, device=device, **options)
@@ -113,8 +114,8 @@ def window_of(
 ) -> int:
     """Return the number of tokens to which the last of `length` tokens attends, its own included.
 
-    Raises NotImplementedError unless the mask is causal, or a sliding window of that number of
-    tokens.
+    `mask_function` is a mask function of transformers. Raises NotImplementedError if it is neither
+    causal nor a sliding window of that number of tokens.
     """
     last = length - 1
     queries = sorted({*(min(2**power, last) for power in range(24)), 0, max(last - 1, 0), last})
@@ -144,9 +145,9 @@ AttentionMaskInterface.register(ATTENTION, packed_mask)
 def attend_by_tree(
     query: Tensor, key: Tensor, value: Tensor, run: PrefixTree, scale: float | None
 ) -> Tensor:
-    """Return attention `[1, N, heads, width]`, computed by compiled kernels.
+    """Return the attention output `[1, N, heads, width]`, computed by compiled kernels.
 
-    `can_attend` must be True.
+    Call this only if `tree_attention.can_attend` returns True for these inputs.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     inputs = (each[0].transpose(0, 1) for each in (query, key, value))
@@ -157,14 +158,17 @@ def attend_by_tree(
 def attend_by_block(
     query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float | None
 ) -> Tensor:
-    """Return attention `[1, heads, N, width]` on a CPU, by flash attention on blocks of tokens."""
+    """Return the attention output `[1, heads, N, width]`, by flash attention on blocks.
+
+    For CPUs only.
+    """
     out: Tensor = _BlockAttention.apply(query, key, value, (segments, scale))
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of flash attention: `num` blocks of queries, each with a block of keys."""
+    """One call of flash attention, on `num` blocks of queries and one block of keys for each."""
 
     queries: slice | Tensor
     keys: slice | Tensor
@@ -176,17 +180,17 @@ class AttentionCall:
 def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[AttentionCall]:
     """Return the calls of flash attention that together are causal attention in every sequence.
 
-    Each token attends (1) within its own block, causally, (2) to the part of its segment before the
-    block, and (3) to all earlier segments of its sequence. A segment is a run of tokens that the
-    same sequences contain. The calls for (1) come first, because they cover every token. The
+    A segment is a run of tokens that belongs to the same sequences. Each token attends (1) within
+    its own block, causally, (2) to the part of its segment before the block, and (3) to all earlier
+    segments of its sequence. The calls for (1) come first, because they cover every token. The
     results of (2) and (3) are added to those of (1).
 
-    With `batched`, the blocks of (1) with equal length are one call. The calls of (2) and (3) are
-    never combined, because they could then round differently: a token's value must not depend on
-    the other packed sequences. For the same reason, `batched` must be False with a single head.
+    With `batched`, all blocks of equal length in (1) are one call. The calls of (2) and (3) are
+    never combined, because a combined call may round differently: a token's value must not depend
+    on the other packed sequences. For the same reason, `batched` must be False with a single head.
     """
     own_blocks: dict[int, list[int]] = {}
-    """For each length of block: the start positions of the blocks with this length."""
+    """The start positions of all blocks, by the length of the block."""
     before_block = []
     for segment in segments:
         for start in range(segment.start, segment.end, BLOCK):
@@ -210,7 +214,10 @@ def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[Attent
 
 
 def _blocks_index(starts: Sequence[int], length: int) -> slice | Tensor:
-    """Return the index of the tokens in all blocks of one length: a slice if they are adjacent."""
+    """Return the index of all tokens in blocks of one length.
+
+    It is a slice if the blocks are adjacent.
+    """
     if all(after - before == length for before, after in pairwise(starts)):
         return slice(starts[0], starts[-1] + length)
     return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
@@ -218,10 +225,9 @@ def _blocks_index(starts: Sequence[int], length: int) -> slice | Tensor:
 
 @cache
 def _flash() -> tuple[Any, ...]:
-    """Return torch's flash attention for CPUs, and the function for its gradient.
+    """Return torch's flash attention for CPUs, and the function that computes its gradient.
 
-    The first function also returns the logarithm of the softmax's denominator, which is an argument
-    of the second. The result is empty if this version of torch lacks one of the functions.
+    Return an empty tuple if this version of torch lacks one of the two functions.
     """
     name = "_scaled_dot_product_flash_attention_for_cpu"
     functions = [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward")]
@@ -302,15 +308,11 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _to_blocks(tensor: Tensor, index: slice | Tensor, num: int) -> Tensor:
-    """Select blocks of tokens of `[1, heads, N, ...]`, given by `index`.
-
-    Return `[num, heads, length, ...]`.
-    """
+    """Select blocks of tokens of `[1, heads, N, ...]`. Return `[num, heads, length, ...]`."""
     return tensor[0, :, index].unflatten(1, (num, -1)).transpose(0, 1)
 
 
 def _from_blocks(blocks: Tensor) -> Tensor:
-    """Join blocks `[num, heads, length, ...]` to `[1, heads, num * length, ...]`."""
     return blocks.transpose(0, 1).flatten(1, 2)[None]
 
 
@@ -322,10 +324,11 @@ def attend_by_segment(  # noqa: PLR0913 - attention and its tree
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return attention `[1, heads, N, width]` on any device, with one call per segment.
+    """Return the attention output `[1, heads, N, width]` on any device, with one call per segment.
 
-    A segment is a run of tokens that the same sequences contain. `window` is the size of a sliding
-    window: the number of tokens to which a query attends, its own included. None is no limit.
+    A segment is a run of tokens that belongs to the same sequences. `window` is the size of a
+    sliding window: the number of tokens to which a query attends, its own included. None means no
+    limit.
     """
     outputs = []
     for segment in run.segments:

@@ -1,11 +1,12 @@
 """Models whose log-probabilities have the same bits in the engine and in the trainer, on CPUs.
 
-The kernels of a packed pass compute each token only from its own sequence, with sums in a fixed
-order. This module does the same for matrix products, rotary angles and the output head. The
-embedded engine (`engines/embedded/bitwise.py`) calls the same functions. So a log-probability
-depends only on the weights, its token and the tokens before it. All states between the layers are
-float32. If the weights are bfloat16, the inputs of matrix products are rounded to it. The gradient
-is the ordinary one.
+In a packed pass (several sequences in one forward pass), the kernels compute each token only from
+its own sequence, with sums in a fixed order. This module does the same for matrix products, rotary
+angles and the output head. The embedded engine (`engines/embedded/bitwise.py`) calls the same
+functions. So a log-probability depends only on the weights, its token and the tokens before it.
+
+All states between layers are float32. If the weights are bfloat16, the inputs of matrix products
+are rounded to bfloat16. The gradient is the ordinary one.
 """
 
 from functools import cache
@@ -23,13 +24,13 @@ from unstale.model.kernels import WIDTH, kernels
 from unstale.model.linear import Linear
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Architectures of transformers that this module supports."""
+"""Supported architectures, by the first part of their class names in transformers."""
 
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embeddings whose angles depend only on the position."""
+"""Supported kinds of rotary embeddings: those whose angles depend only on the position."""
 
 ANGLE_ROWS = 256
-"""Number of positions whose angles are computed in one tensor. It is constant, because torch may
+"""Number of positions whose rotary angles are computed at once. It is constant, because torch may
 round the cosine of a number differently in a tensor of another size.
 """
 
@@ -37,7 +38,7 @@ round the cosine of a number differently in a tensor of another size.
 def use(model: PreTrainedModel, *, max_context: int | None = None) -> None:
     """Make the log-probabilities of a model's packed passes equal the engine's bit for bit.
 
-    The model is changed in place. Raises ConfigError if it is not supported (`require_supported`).
+    The model is changed in place. Raises ConfigError in the cases of `require_supported`.
     """
     require_supported(model, max_context)
     head: Any = model.get_output_embeddings()
@@ -53,7 +54,7 @@ def use(model: PreTrainedModel, *, max_context: int | None = None) -> None:
 
 
 def require_supported(model: PreTrainedModel, max_context: int | None = None) -> None:
-    """Raise ConfigError unless this module can compute the model, and the kernels compile.
+    """Raise ConfigError if this module does not support the model, or its kernels do not compile.
 
     With `max_context`, a sliding window shorter than this number of tokens is not supported.
     """
@@ -68,7 +69,7 @@ def require_supported(model: PreTrainedModel, max_context: int | None = None) ->
 
 
 def _problem(model: PreTrainedModel, max_context: int | None) -> str:
-    """Return the reason why this module does not support a model, or ""."""
+    """Return the reason why this module does not support a model. "" means that it does."""
     config: Any = model.config
     weight = next(model.parameters())
     if not any(type(model).__name__ == f"{name}ForCausalLM" for name in ARCHITECTURES):
@@ -114,7 +115,7 @@ def _problem_of_layer(layer: Any, max_context: int | None) -> str:
 
 
 def _window(attention: Any) -> int | None:
-    """Return the length in tokens of an attention layer's sliding window. None if it has none."""
+    """Return the size in tokens of an attention layer's sliding window, or None if it has none."""
     window: int | None = getattr(
         attention, "sliding_window", getattr(attention.config, "sliding_window", None)
     )
@@ -133,8 +134,6 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 @cache
 def _bitwise_class(base: type[nn.Module], forward: Any) -> type[nn.Module]:
-    """Return a subclass of the layer class `base` that runs `forward` in a packed pass."""
-
     def run(self: Any, *args: Any, **options: Any) -> Any:
         if running.get() is None:
             return base.forward(self, *args, **options)
@@ -156,10 +155,7 @@ def _wide_class(base: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _rotary_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a rotary embedding.
-
-    In a packed pass it reads its angles from a table.
-    """
+    """Return a subclass of a rotary embedding that has a table of angles in packed passes."""
 
     def forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if running.get() is None:
@@ -172,9 +168,9 @@ def _rotary_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def angles(rotary: nn.Module, count: int) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of a rotary embedding by position, `[positions, width]` each.
+    """Return the cosines and the sines of a rotary embedding, `[positions, width]` each.
 
-    There are at least `count` positions.
+    Row `i` belongs to position `i`. There are at least `count` rows.
     """
     return _angles(rotary, type(rotary), count)
 
@@ -208,4 +204,4 @@ def _mlp(self: Any, hidden: Tensor) -> Tensor:
 
 
 _FORWARDS: dict[str, Any] = {"RMSNorm": fused.normed, "Attention": _attention, "MLP": _mlp}
-"""The forward functions for packed passes. A key is the end of the module's class name."""
+"""The forward functions for packed passes, by the end of the name of the module's class."""

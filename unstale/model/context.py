@@ -1,8 +1,8 @@
-"""Divide one forward pass among ranks by its tokens (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""Divide the tokens of one forward pass among ranks (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-Each rank of a context group runs the layers on an equal slice of the tokens. For attention, the
-ranks exchange data so that each has all tokens of some of the heads. So the memory of activations
-is divided by the number of ranks, and attention is computed as in one process.
+The ranks of a context group each run the layers on an equal slice of the tokens. For attention,
+they exchange data, so that each rank has all tokens of some of the heads. This divides the memory
+of activations by the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
-    """The ranks of a context group, which run a forward pass together by dividing its tokens.
-
-    `rank` is the position in the group of the process that has this object.
-    """
+    """The ranks that together run one forward pass: each runs a slice of the pass's tokens."""
 
     group: ProcessGroup
     rank: int
-    """The position of this rank in the group."""
+    """The position of this process in the group."""
     size: int
 
     @classmethod
@@ -42,9 +39,9 @@ class ContextGroup:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def slice_of(self, num_tokens: int) -> slice:
-        """Return the range of the pass's `num_tokens` tokens that this rank runs.
+        """Return this rank's slice of the `num_tokens` tokens of a pass.
 
-        Raises ValueError if the tokens cannot be divided evenly.
+        Raises ValueError if the tokens cannot be divided evenly among the ranks.
         """
         length, rest = divmod(num_tokens, self.size)
         if rest:
@@ -52,21 +49,22 @@ class ContextGroup:
         return slice(self.rank * length, (self.rank + 1) * length)
 
     def mine(self, rows: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Select the token indices in `rows` `[R]` that are in this rank's slice of the tokens.
+        """Select those token indices in `rows` `[R]` that are in this rank's slice of the tokens.
 
-        Return the positions `[r]` of these indices in `rows`, and the indices `[r]` of the tokens
-        within the slice.
+        Return where the selected indices are in `rows`, `[r]`, and the indices of these tokens
+        within the slice, `[r]`. The pass has `num_tokens` tokens.
         """
         tokens = self.slice_of(num_tokens)
         here = ((rows >= tokens.start) & (rows < tokens.stop)).nonzero().squeeze(1)
         return here, rows[here] - tokens.start
 
     def assemble(self, values: Tensor, here: Tensor, count: int) -> Tensor:
-        """Join the values that the ranks computed. Return all of them, `[count]`, on every rank.
+        """Join the values that the ranks computed.
 
-        This rank gives `values` `[r]` for the places `here` `[r]` of the result. The gradient of
-        each value goes to the rank that computed it. All ranks compute the same loss from the
-        result, so the sum of their gradients is that of one process.
+        Every rank receives all `count` values, `[count]`. `here` `[r]` are the positions in the
+        result of this rank's `values` `[r]`. The gradient of each value goes to the rank that
+        computed it. All ranks compute the same loss from the result, so the sum of their gradients
+        is that of one process.
         """
         whole: Tensor = _Assemble.apply(values, here, count, self.group)
         return whole
@@ -74,7 +72,7 @@ class ContextGroup:
     def exchange(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, *keys: Tensor
     ) -> Tensor:
-        """Call `attend` on the tokens of all ranks, for this rank's share of the heads.
+        """Compute attention with `attend` for all tokens and this rank's share of the heads.
 
         `query`, and the key and value in `keys`, are `[1, heads, n, width]`, for this rank's slice
         of the tokens. `attend` must return `[1, N, heads, width]` for all `N = size * n` tokens and
@@ -87,20 +85,21 @@ class ContextGroup:
         return self._swap(out)
 
     def to_heads(self, rows: Tensor) -> Tensor:
-        """Exchange data among the ranks: give this rank's tokens, and get a share of the heads.
+        """Exchange rows of tokens for rows of heads: send this rank's tokens, receive all tokens.
 
-        `rows` are `[n, heads, width]` of this rank's tokens. The result is `[N, heads / size,
-        width]` of all N tokens, without a gradient. Heads that are fewer than the ranks are
-        repeated.
+        `rows` `[n, heads, width]` are of this rank's tokens. The result `[N, heads / size, width]`
+        has all N tokens for this rank's share of the heads, without a gradient. If there are fewer
+        heads than ranks, heads are repeated.
         """
         parts = self._repeat(rows).unflatten(1, (self.size, -1)).movedim(1, 0)
         return self._all_to_all(parts.contiguous()).flatten(0, 1)
 
     def to_tokens(self, rows: Tensor, heads: int) -> Tensor:
-        """Exchange data among the ranks: give a share of the heads, and get this rank's tokens.
+        """Undo `to_heads`: send this rank's share of the heads, receive all heads of its tokens.
 
-        This is the reverse of `to_heads`. `heads` is the number of all heads. Repeated heads are
-        summed, as their gradients must be.
+        `rows` is `[N, heads / size, width]`, and the result `[n, heads, width]`. `heads` is the
+        number of all heads. Heads that `to_heads` repeated are summed. Only gradients have such
+        heads.
         """
         parts = self._all_to_all(rows.unflatten(0, (self.size, -1)).contiguous())
         whole = parts.movedim(0, 1).flatten(1, 2)
@@ -112,7 +111,6 @@ class ContextGroup:
         return received
 
     def _repeat(self, keys: Tensor) -> Tensor:
-        """Repeat the heads of keys or values if there are fewer heads than ranks."""
         heads = keys.shape[1]
         return keys if heads >= self.size else keys.repeat_interleave(self.size // heads, 1)
 
@@ -133,9 +131,9 @@ class ContextGroup:
 
 
 def check_heads(heads: int, key_heads: int, ranks: int) -> None:
-    """Raise ConfigError unless attention heads and key-value heads can be divided among ranks.
+    """Raise ConfigError if attention heads or key-value heads cannot be divided among ranks.
 
-    Fewer key-value heads than ranks are repeated.
+    Fewer key-value heads than ranks are allowed if their number divides the number of ranks.
     """
     if heads % ranks:
         raise ConfigError(f"cluster.context must divide the {heads} attention heads, got {ranks}")
@@ -147,7 +145,7 @@ def check_heads(heads: int, key_heads: int, ranks: int) -> None:
 
 
 class _Assemble(torch.autograd.Function):
-    """The autograd operation of `ContextGroup.assemble`, which joins the values of all ranks."""
+    """The autograd operation of `ContextGroup.assemble`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, here: Tensor, count: int, group: ProcessGroup) -> Tensor:

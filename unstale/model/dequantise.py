@@ -1,6 +1,6 @@
-"""A program that writes a GGUF file as a model folder: python -m unstale.model.dequantise.
+"""A program that converts a GGUF file into a model folder: python -m unstale.model.dequantise.
 
-It runs as a separate process, because the memory for all weights is freed only at its end.
+It runs as a separate process, so that the memory for all weights is freed at its end.
 """
 
 import json
@@ -19,17 +19,17 @@ from unstale.config import ConfigError
 from unstale.config.gguf import ORIGIN
 
 WRONG_FILE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError)
-"""The kinds of errors that transformers and gguf raise for a damaged file or unsupported model."""
+"""The errors that transformers and gguf raise for a damaged file or an unsupported model."""
 BYTES_PER_WEIGHT = 4
-"""Bytes of a saved weight: float32, which represents every dequantised value exactly."""
+"""Bytes of a saved weight. float32 represents every dequantised value exactly."""
 
 
 def dequantise(file: Path, folder: Path) -> None:
     """Write the float32 weights, configuration and tokenizer of a GGUF file to a new folder.
 
     The folder appears complete or not at all. Its name must begin with the file's SHA-256 and a
-    hyphen. Raises `ConfigError` if the file is damaged or the disk has too little space, and
-    errors of the kinds `WRONG_FILE`.
+    hyphen. Raises `ConfigError` if the file is damaged or the disk has too little space. Raises an
+    error of `WRONG_FILE` if the model is not supported.
     """
     try:
         origin, weights = describe(file)
@@ -54,9 +54,9 @@ def dequantise(file: Path, folder: Path) -> None:
 
 
 def describe(file: Path) -> tuple[dict[str, str], int]:
-    """Return facts about a GGUF file, and its number of weights.
+    """Return facts about a GGUF file, and the number of its weights.
 
-    The facts are `file` (its name), `architecture` and `quantisation`.
+    The facts have the keys `file` (the file's name), `architecture` and `quantisation`.
     """
     from gguf import GGUFReader, LlamaFileType
 
@@ -114,11 +114,7 @@ def _save(file: Path, folder: Path) -> None:
 
 
 def _print_reason(kind: type[BaseException], error: BaseException, trace: object) -> None:
-    """Print an error in one line on standard output, for the parent process.
-
-    Errors of all classes are printed: the library tokenizers raises plain `Exception` for damaged
-    vocabularies.
-    """
+    """Print an error in one line on standard output, where the parent process reads it."""
     text = re.sub(r"\s+", " ", str(error))[:300]
     sys.stdout.write(f"{text or kind.__name__}\n")
 

@@ -1,7 +1,7 @@
-"""The divergence of a policy from a teacher, computed in the same pass as log-probabilities.
+"""The divergence of a policy from a teacher, computed together with log-probabilities.
 
-The logits of policy and teacher are in memory for a few tokens at a time. The backward pass
-computes them again.
+The logits of both models are in memory for only a few tokens at a time. The backward pass computes
+them again.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,40 +15,40 @@ from torch.utils.checkpoint import checkpoint
 from unstale.model.head import LogpQuery, wide
 
 MAX_LOGITS = {"cpu": 2**22, "cuda": 2**26}
-"""Largest number of one model's logits in memory at once, by kind of device."""
+"""Largest number of logits of one model in memory at once, by kind of device."""
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
-"""A function of the log-probabilities `[r, V]` of a policy and of a teacher. It returns `[r]`."""
+"""A function of the policy's and the teacher's log-probabilities of all tokens, `[r, V]` each. It
+returns one divergence for each of the r positions, `[r]`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """The hidden states from which one teacher predicts some of a query's R target tokens."""
+    """One teacher's hidden states for some of the R target tokens of a `LogpQuery`."""
 
     index: Tensor
-    """`[r]`: the indices of the teacher's tokens among the R target tokens."""
+    """`[r]`: the indices of these tokens among the R target tokens."""
     rows: Tensor
-    """`[r, H]`: the teacher's hidden states before these tokens. If its head is the identity, they
-    are logits.
+    """`[r, H]`: the teacher's hidden states before these tokens, or its logits if `head` is the
+    identity.
     """
     head: nn.Module
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A computation for a `LogpQuery` that also gives the divergence from teachers."""
+    """A function that answers a `LogpQuery` and also computes the divergence from teachers."""
 
     teachers: Sequence[TeacherRows]
-    """The hidden states of all teachers. Each target token of the query belongs to exactly one of
-    them.
-    """
+    """The hidden states of all teachers. Each target token of the query has exactly one teacher."""
     divergence: Divergence
 
     def __call__(self, head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
         """Return log-probability, entropy and divergence of the query's target tokens, `[R]` each.
 
-        `rows` `[R, H]` are the policy's hidden states. Where policy and teacher have different
-        numbers of logits, both are normalised over the tokens that both have.
+        `rows` `[R, H]` are the policy's hidden states. If policy and teacher have different
+        vocabulary sizes, the divergence is over the tokens that both have.
         """
         found = torch.zeros(3, len(rows), dtype=wide(rows.dtype), device=rows.device)
         for teacher in self.teachers:
@@ -88,9 +88,7 @@ def _of_logits(  # noqa: PLR0913 - policy and teacher, each with its head
     teacher_rows: Tensor,
     divergence: Divergence,
 ) -> Tensor:
-    """Return log-probability, entropy and divergence of a few targets, `[3, r]`, from full
-    logits.
-    """
+    """Return log-probability, entropy and divergence of r target tokens, stacked as `[3, r]`."""
     kind = wide(rows.dtype)
     logits = head(rows).to(kind) / query.temperature
     logps = logits.log_softmax(-1)

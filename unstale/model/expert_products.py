@@ -1,8 +1,8 @@
-"""The experts of MoE models on CPUs: one matrix product for all rows of an expert.
+"""The experts of MoE models on CPUs: each expert multiplies all of its tokens at once.
 
 transformers calls `_experts` in place of its own functions. The rows (tokens) of an expert are
-padded with zero rows to a multiple of `linear.WHOLE`. As in a dense layer, the result of a row then
-does not depend on the other rows.
+padded with zero rows to a multiple of `linear.WHOLE`. So the result of a row does not depend on the
+other rows, as in a dense layer.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from unstale.model import linear
 from unstale.routed_experts import num_experts
 
 EXPERTS = "unstale_experts"
-"""The name under which `_experts` is registered with transformers."""
+"""The name of `_experts` among the expert implementations of transformers."""
 ON_GPU = "batched_mm"
-"""The name of transformers' own implementation that computes the experts of each token separately,
-used on a GPU.
+"""The implementation of transformers that is used on a GPU. It computes the experts of each token
+separately.
 """
 
 
 def use(model: PreTrainedModel) -> None:
-    """Make an MoE model on the CPU compute its experts with `_experts`, in place.
+    """Make an MoE model on the CPU compute its experts with this module, in place.
 
     Other models are not changed. A model that is divided among ranks must be loaded with the
     implementation `EXPERTS` instead.
@@ -39,8 +39,7 @@ def use(model: PreTrainedModel) -> None:
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of the outputs of each token's chosen experts, `[T, H]`.
 
-    `hidden` is `[T, H]`. `chosen` `[T, k]` has the indices of experts, and `weights` `[T, k]` their
-    weights.
+    `chosen` `[T, k]` has the indices of the experts, and `weights` `[T, k]` their weights.
     """
     if hidden.device.type != "cpu":
         result: Tensor = ALL_EXPERTS_FUNCTIONS[ON_GPU](module, hidden, chosen, weights)
@@ -65,10 +64,10 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 
 def group(chosen: Tensor, num_experts: int, whole: int) -> tuple[Tensor, list[int]]:
-    """Group the pairs of token and chosen expert `[T, k]` by expert: each pair gets one row.
+    """Assign a row to each pair of a token and one of its k chosen experts, sorted by expert.
 
-    Return the row `[T, k]` of each pair, and the number of rows of each expert, padded to a
-    multiple of `whole`.
+    `chosen` `[T, k]` has the indices of the experts. Return the row of each pair, `[T, k]`, and the
+    number of rows of each expert. Each number is rounded up to a multiple of `whole`.
 
     >>> group(torch.tensor([[2, 0, 2]]), 3, 4)
     (tensor([[4, 0, 5]]), [4, 0, 4])
@@ -84,7 +83,7 @@ def group(chosen: Tensor, num_experts: int, whole: int) -> tuple[Tensor, list[in
 
 
 def _layer(module: Any, name: str) -> Callable[[int, Tensor], Tensor]:
-    """Return a function of (expert, rows) that applies the expert's linear layer `name`."""
+    """Return a function of (expert's index, rows) that applies the expert's linear layer `name`."""
     weight: Tensor = getattr(module, name)
     weights = (weight.mT if module.is_transposed else weight).unbind(0)
     biases = getattr(module, f"{name}_bias").unbind(0) if module.has_bias else None
@@ -96,7 +95,7 @@ def _layer(module: Any, name: str) -> Callable[[int, Tensor], Tensor]:
 
 
 class _Spread(torch.autograd.Function):
-    """A copy of each row of `[T, K]` to its k places in a tensor of `count` rows.
+    """Copy each row of `[T, K]` to its k places in a tensor of `count` rows.
 
     Other rows are zero.
     """
@@ -114,7 +113,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """A selection of rows: those of `[R, N]` at the places `[T, k]`, as `[T, k, N]`."""
+    """Select the rows of `[R, N]` at the places `[T, k]`. The result is `[T, k, N]`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, place: Tensor) -> Tensor:

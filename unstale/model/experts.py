@@ -1,6 +1,7 @@
-"""Routed experts in a model: record the experts that its routers choose, or replay recorded ones.
+"""Routed experts of an MoE model: record which ones its routers choose, or replay recorded ones.
 
-Replayed experts are weighted by the router's current probabilities, so gradients reach the router.
+The weights of replayed experts are the router's current probabilities, so the router gets a
+gradient.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
     """Return the router modules of a model, in the order of its layers.
 
     A router returns `(logits [N, experts], weights [N, k], indices [N, k])`, or the reverse order.
-    Raises ConfigError if there is none.
+    Raises ConfigError if the model has no router.
     """
     routers = [
         module
@@ -49,7 +50,10 @@ class ExpertRecorder:
         self._chosen[layer].append(_parts(output)[2])
 
     def take(self) -> Tensor:
-        """Return the experts `[N, layers, k]` of all tokens in the passes since the last call."""
+        """Return the experts `[N, layers, k]` of the N tokens in all passes since the last call.
+
+        Only layers with a router count.
+        """
         rows = torch.stack([torch.cat(chosen) for chosen in self._chosen], 1)
         for chosen in self._chosen:
             chosen.clear()
@@ -58,20 +62,20 @@ class ExpertRecorder:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayers:
-    """The layers of a model that have experts, and the number of experts that a token uses."""
+    """The layers of a model that have routed experts, and the number of experts per token."""
 
     num_layers: int
     routed: tuple[int, ...]
     """The indices of the layers that have a router."""
     k: int
-    """Number of experts that a token uses in a layer."""
+    """Number of experts that a token uses in each of these layers."""
 
     def select(self, rows: Tensor) -> Tensor | None:
-        """Return recorded experts of the layers with a router only, `[N, routed layers, k]`.
+        """Return recorded experts for the layers with a router, `[N, routed layers, k]`.
 
-        `rows` `[N, layers, k]` may have all layers, because some servers send them. Return None if
-        it has no layers, which means that nothing was recorded. Raises ValueError for another
-        shape.
+        `rows` `[N, layers, k]` may also have rows for the other layers, as some servers send them.
+        Return None if `rows` has no layers, which means that nothing was recorded. Raises
+        ValueError for any other shape.
         """
         if not rows.shape[1]:
             return None
@@ -88,9 +92,9 @@ class ExpertLayers:
 def replay_experts(model: PreTrainedModel) -> ExpertLayers:
     """Make a model's routers choose the experts that were recorded for the current pass, if any.
 
-    Return the layers with routers. If the model is divided among ranks, all ranks must call this.
-    Raises ConfigError unless the routers weight experts by their softmax probabilities, which may
-    be normalised over the chosen experts.
+    Return the layers that have routers. If the model is divided among ranks, all ranks must call
+    this. Raises ConfigError unless each router weights experts by their softmax probabilities, as
+    they are or normalised over the chosen experts.
     """
     routers = find_routers(model)
     for place, router in enumerate(routers):
@@ -103,9 +107,9 @@ def replay_experts(model: PreTrainedModel) -> ExpertLayers:
 
 
 def routed_layers(model: PreTrainedModel) -> tuple[bool, ...]:
-    """Return a bool for each layer of a model: True if it has a router.
+    """Return one bool for each layer of a model: True if the layer has a router.
 
-    Raises ConfigError if none has.
+    Raises ConfigError if no layer has one.
     """
     routers = find_routers(model)
     layers: Any = model.base_model.layers
@@ -114,10 +118,10 @@ def routed_layers(model: PreTrainedModel) -> tuple[bool, ...]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # or every tree would be compiled
 def _replay(place: int, router: nn.Module, inputs: Any, output: Any) -> Any:
-    """Replace the experts that a router chose by recorded ones, as a forward hook.
+    """Replace the experts that a router chose by the recorded ones, as a forward hook.
 
-    `place` is the index of the router among the model's routers. Tokens without recorded experts
-    keep those that the router chose.
+    `place` is the index of the router among the model's routers. A token without recorded experts
+    keeps the router's choice.
     """
     run = running.get()
     if run is None or run.routed_experts is None:
@@ -140,9 +144,7 @@ def _parts(output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tenso
 
 
 def _weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
-    """Return the router's weights `[N, k]` for the given experts, computed from its current
-    logits.
-    """
+    """Return the router's weights `[N, k]` for given experts, from its current logits."""
     chosen = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):
         chosen = chosen / chosen.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""A forward pass over packed sequences that share prefixes, and its options."""
+"""Forward passes over packed sequences, and their options. Sequences may share prefixes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +20,8 @@ from unstale.model.prefix_tree import PrefixTree
 before_layer: ContextVar[Callable[[], object]] = ContextVar(
     "called before each layer of a pass, forward and backward", default=lambda: None
 )
-"""A function that is called before each layer of a pass. With it, the trainer's thread changes its
-number of cores, because a pass may take seconds.
+"""A function that is called before each layer of a pass. The trainer's thread uses it to change its
+number of CPU cores during a pass, which may take seconds.
 """
 
 
@@ -30,10 +30,10 @@ _last_states: ContextVar[list[Tensor] | None] = ContextVar("hidden states of pas
 
 @contextmanager
 def last_states() -> Iterator[list[Tensor]]:
-    """Return a context with a list to which each pass appends its last hidden states `[R, H]`.
+    """Return a context with a list, to which each pass appends its last hidden states `[R, H]`.
 
-    These are the states from which the pass computes its R log-probabilities, in that order, with a
-    gradient if gradients are enabled.
+    These are the R states from which the pass computes log-probabilities. They have a gradient if
+    gradients are enabled.
     """
     found: list[Tensor] = []
     token = _last_states.set(found)
@@ -47,21 +47,25 @@ def last_states() -> Iterator[list[Tensor]]:
 class ForwardOptions:
     """Options of a forward pass.
 
-    Except for `quantise`, they change results only within rounding errors.
+    Except for `quantise`, they change results only by rounding errors.
     """
 
     share_prompts: bool = True
     """Compute a prefix that several sequences have in common only once."""
     gradient_checkpointing: int = 0
-    """Keep only the input of each Nth layer in memory, and compute the layer again in the backward
-    pass. 0 keeps all activations.
+    """Keep only the input of each Nth layer in memory, and compute these layers again in the
+    backward pass. 0 keeps all activations.
     """
     compile: bool = False
     """Compile the model with torch.compile before its first forward pass."""
     quantise: str = "none"
-    """The format of `quantisation.FORMATS` to which weights and activations are rounded."""
+    """The number format (a name in `quantisation.FORMATS`) to which weights and activations are
+    rounded. "none" rounds nothing.
+    """
     published_dtype: str = "float32"
-    """The dtype in which engines receive weights. Weights are rounded to it before `quantise`."""
+    """The dtype in which engines receive weights. Weights are rounded to it first, then to the
+    format of `quantise`.
+    """
     bitwise: bool = False
     """Compute log-probabilities that equal the embedded engine's bit for bit (`model.bitwise`)."""
 
@@ -80,10 +84,10 @@ class ForwardOptions:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities and entropies `[T]` on the CPU, and the number of tokens in forward passes.
+    """Log-probabilities of T tokens, `logp` `[T]` on the CPU, without a gradient.
 
-    A token whose log-probability was not requested has 0. `entropy` is empty if entropies were not
-    requested.
+    A token whose log-probability was not requested has 0. `entropy` `[T]` is in nats, or empty if
+    entropies were not requested. `forward_tokens` counts the tokens in the forward passes.
     """
 
     logp: Tensor
@@ -98,13 +102,14 @@ def run_model(
     plain_head: bool,
     pictures: PictureInputs | None = None,
 ) -> Tensor:
-    """Run a forward pass on a prefix tree.
+    """Run a forward pass on a prefix tree (packed sequences in which shared prefixes appear once).
 
-    Return the last hidden states `[R, H]` of the tokens `rows`. A prefix tree is packed sequences
-    in which shared prefixes appear once. `rows` `[R]` are indices in the tree's tokens, or, with a
-    context group, in this rank's slice of them. `body` is the model without its output head. If the
-    head is more than one linear map (`plain_head` False), `body` is the whole model, and logits
-    `[R, V]` are returned. `pictures` computes the inputs of a vision-language model.
+    Return the last hidden states `[R, H]` of the tokens with the indices `rows` `[R]`. The indices
+    count the tree's tokens, or if ranks divide the tokens, those of this rank's slice.
+
+    `body` is the model without its output head. If the head is more than one linear map
+    (`plain_head` False), `body` is the whole model, and the result has logits `[R, V]` instead.
+    `pictures` computes the inputs of a vision-language model.
     """
     tokens = run.own_tokens
     if pictures:  # before the tree is set: the vision tower has attention of its own
@@ -127,13 +132,16 @@ def run_model(
 
 
 def keep_states(states: Tensor) -> None:
-    """Append the last hidden states of a pass, `[R, H]`, to the list of `last_states`, if any."""
+    """Append the last hidden states of a pass, `[R, H]`, to the list of `last_states`.
+
+    Outside of that context, do nothing.
+    """
     if (found := _last_states.get()) is not None:
         found.append(states)
 
 
 def announce_layers(model: nn.Module) -> None:
-    """Make each layer of a model call `before_layer` before its forward and backward pass."""
+    """Make each layer of a model call `before_layer` before its forward and its backward pass."""
     for layer in _layers(model):
         layer.register_forward_pre_hook(_before_forward)
         layer.register_forward_hook(_before_backward)
@@ -145,7 +153,7 @@ def _before_forward(layer: nn.Module, arguments: Any) -> None:
 
 
 def _before_backward(layer: nn.Module, arguments: Any, output: Any) -> None:
-    """Call the function `before_layer` when the gradient of the layer's output is known."""
+    """Call `before_layer` as soon as the gradient of the layer's output is known."""
     hidden = output[0] if isinstance(output, tuple) else output
     if not torch.compiler.is_compiling() and isinstance(hidden, Tensor) and hidden.requires_grad:
         hidden.register_hook(partial(_call_before, before_layer.get()))

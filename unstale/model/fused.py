@@ -1,8 +1,8 @@
-"""Faster attention, MLP and norms for models of transformers, each as one autograd operation.
+"""Faster attention, MLP and norm modules for models of transformers, one autograd operation each.
 
 They are used in packed passes, in float32 on CPUs and in any usual dtype on GPUs. Between the
 matrix products they run compiled kernels. All other passes run the code of transformers.
-`packing_check` compares both when a model is loaded.
+`packing_check` compares both results when a model is loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,14 @@ from unstale.model.linear import FAST, Linear, Products
 from unstale.model.tree_attention import DividedLayout, Layout, can_attend, layout_of
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
-"""Architectures of transformers whose attention, MLP and norms this module computes."""
+"""Architectures of transformers for which this module has fused attention, MLP and norms."""
 
 
 def use(model: nn.Module) -> None:
-    """Make attention, MLP and norm modules of `ARCHITECTURES` run fused operations, in place."""
+    """Make the attention, MLP and norm modules of a model run fused operations, in place.
+
+    Modules of other architectures than `ARCHITECTURES` are not changed.
+    """
     for module in model.modules():
         for suffix, forward in _FORWARDS.items():
             if is_known(type(module), suffix):
@@ -41,7 +44,7 @@ def undo(model: nn.Module) -> None:
 def is_known(kind: type[nn.Module], suffix: str) -> bool:
     """Return True for a module class of `ARCHITECTURES` whose name ends with `suffix`.
 
-    The subclass by which FSDP2 replaces a module's class is recognised, too.
+    FSDP2 replaces a module's class by a subclass, which is recognised, too.
     """
     names = {f"{name}{suffix}" for name in ARCHITECTURES}
     if issubclass(kind, FSDPModule):
@@ -51,7 +54,7 @@ def is_known(kind: type[nn.Module], suffix: str) -> bool:
 
 @cache
 def _fused_class(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """Return a subclass of `base` that runs `forward` in a packed pass.
+    """Return a subclass of the module class `base` that runs `forward` in a packed pass.
 
     `forward` receives `base.forward` as an argument.
     """
@@ -71,16 +74,14 @@ def _norm(self: Any, plain: Callable[..., Tensor], hidden: Tensor) -> Tensor:
 
 
 def normed(module: Any, hidden: Tensor) -> Tensor:
-    """Return the output of an RMS norm module of `ARCHITECTURES`."""
+    """Return the output of an RMS norm module, which belongs to a model of `ARCHITECTURES`."""
     weight = module.weight.to(hidden.dtype)
     out: Tensor = _Norm.apply(hidden, weight, module.variance_epsilon)
     return out
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of contiguous rows `[..., width]`, and each row's inverse RMS
-    `[rows]`.
-    """
+    """Return the RMS norm of contiguous rows `[..., width]`, and the rows' inverse RMS `[rows]`."""
     out = torch.empty_like(x)
     width = x.shape[-1]
     rows = x.numel() // width
@@ -92,11 +93,11 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def turn_heads(
     part: Tensor, norm: Tensor | None, angles: tuple[Tensor, Tensor], width: int, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return heads after norm and rotary embedding `[rows, heads, width]`, and their inverse RMS.
+    """Apply norm and rotary embedding to attention heads. Return `[rows, heads, width]`.
 
-    The inverse RMS is `[rows, heads]`. `part` is `[rows, heads * width]`. `angles` are the cosines
-    and sines `[rows, width]` of the rotary embedding. If `norm` is None, heads are not normalised,
-    and the second result is None.
+    `part` `[rows, heads * width]` is the result of a projection. `angles` are the cosines and sines
+    `[rows, width]` of the rotary embedding. The second result is the inverse RMS of each head,
+    `[rows, heads]`. If `norm` is None, heads are not normalised and the second result is None.
     """
     rows, num = len(part), part.shape[1] // width
     out = part.new_empty(rows, num, width)
@@ -106,7 +107,10 @@ def turn_heads(
 
 
 def swiglu(both: Tensor) -> Tensor:
-    """Return `silu(gate) * up` `[R, width]`. A row of `both` `[R, 2 * width]` has gate, then up."""
+    """Return `silu(gate) * up` `[R, width]`.
+
+    Each row of `both` `[R, 2 * width]` is gate, then up.
+    """
     width = both.shape[1] // 2
     inner = both.new_empty(len(both), width)
     kernels_for(both).swiglu(both, inner, len(both), width)
@@ -171,9 +175,9 @@ def attend(
     position_embeddings: tuple[Tensor, Tensor],
     products: Products,
 ) -> Tensor:
-    """Return the output of an attention module of `ARCHITECTURES` in the current packed pass.
+    """Return the output of an attention module of `ARCHITECTURES`, in a packed pass.
 
-    `products` computes its matrix products.
+    `products` computes the module's matrix products.
     """
     run = running.get()
     assert run
@@ -223,12 +227,12 @@ class _Heads(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The numbers of columns of query, key and value in the product with joined weights."""
+        """The numbers of columns of query, key and value in the product with the joined weights."""
         return self.heads * self.width, self.key_heads * self.width, self.key_heads * self.width
 
 
 class _Attention(torch.autograd.Function):
-    """An attention layer: projections, norms of heads, rotary embedding, attention, output."""
+    """A whole attention layer: projections, norms of heads, rotary embedding, attention, output."""
 
     @staticmethod
     def forward(
@@ -319,7 +323,10 @@ def _mlp(self: Any, plain: Callable[..., Tensor], hidden: Tensor) -> Tensor:
 
 
 def gated_mlp(module: Any, hidden: Tensor, products: Products) -> Tensor:
-    """Return the output of an MLP module of `ARCHITECTURES`. `products` multiplies matrices."""
+    """Return the output of an MLP module, whose model is in `ARCHITECTURES`.
+
+    `products` computes the module's matrix products.
+    """
     layers = (module.gate_proj, module.up_proj, module.down_proj)
     out: Tensor = _GatedMLP.apply(
         hidden.reshape(-1, hidden.shape[-1]), *(each.weight for each in layers), products
@@ -368,9 +375,9 @@ class _GatedMLP(torch.autograd.Function):
 def _split_gradients(
     joined: Tensor, sizes: Sequence[int], needs: Sequence[bool], results: list[Any]
 ) -> None:
-    """Split the gradient of joined weights into parts, one for each weight, in `results`.
+    """Split the gradient of joined weights, and set the first elements of `results` to the parts.
 
-    A part is None where `needs` is False.
+    Each weight has one part. It is None where `needs` is False.
     """
     results[: len(sizes)] = [
         each if needed else None
@@ -379,7 +386,7 @@ def _split_gradients(
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Return True if a linear layer multiplies by its weight and does nothing else."""
+    """Return True if a linear layer is a `linear.Linear` without hooks or adapters."""
     return type(layer) is Linear and is_unchanged(layer)
 
 
@@ -394,4 +401,4 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "Attention": _attention,
     "MLP": _mlp,
 }
-"""The forward functions for packed passes. A key is the end of the module's class name."""
+"""The forward functions for packed passes, by the end of the name of the module's class."""

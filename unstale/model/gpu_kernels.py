@@ -1,9 +1,10 @@
-"""Parts of a decoder layer and of the output head as Triton kernels, forward and backward, on GPUs.
+"""Parts of a decoder layer and of the output head as Triton kernels for GPUs, with gradients.
 
-Triton is part of torch's builds for CUDA. The functions compute in float32 what those of
-`kernels.c` compute, and round where transformers rounds: a normalised value and an activation are
-rounded before they are multiplied. No sum depends on the order in which a GPU runs its blocks. Only
-torch's flash attention, which is used with these kernels, adds gradients in any order.
+Triton is part of torch's builds for CUDA. The kernels compute in float32 what the functions of
+`kernels.c` compute on CPUs. They round where transformers rounds: a normalised value and an
+activation are rounded before they are multiplied. No sum depends on the order in which a GPU runs
+its blocks. Only torch's flash attention, which runs together with these kernels, adds gradients in
+any order.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -14,17 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-"""Number of rows that one GPU block processes. It adds their contributions to a weight's gradient
-into one partial sum.
+"""Number of rows that one GPU block processes. The block adds the rows' contributions to a weight's
+gradient into one partial sum.
 """
 COLUMNS = 1024
 """Number of columns that one GPU block of an elementwise function processes."""
 LOGITS = 4096
-"""Number of logits of a row that are read at once."""
+"""Number of logits of one row that a GPU block reads at once."""
 
 
 class GpuKernels:
-    """The Triton kernels as methods, with the arguments of the functions of `kernels.c`.
+    """The Triton kernels as methods, with the same arguments as the functions of `kernels.c`.
 
     All tensors have the same dtype (bfloat16, float16 or float32), except inverse roots and `sums`,
     which are float32. A tensor with an argument `stride` may be a slice of the columns of a
@@ -32,7 +33,7 @@ class GpuKernels:
     """
 
     def pieces(self, rows: int) -> int:
-        """Return the number of partial sums (rows of `sums`) of a gradient over `rows` rows."""
+        """Return into how many partial sums a weight's gradient over `rows` rows is divided."""
         return triton.cdiv(rows, ROWS)
 
     def norm(
@@ -156,8 +157,8 @@ class GpuKernels:
         """Add the logits `[R, W]` of a part of the vocabulary to the sums of an online softmax.
 
         `targets` `[R]` are the tokens whose log-probability is computed, and `low` is the id of the
-        part's first token. `logp`, `highest`, `total` and `entropy`, each `[R]`, are the fields of
-        `head._Sums`. They are updated in place. `entropy` may be None.
+        part's first token. `logp`, `highest`, `total` and `entropy`, each `[R]`, are the running
+        sums (`head._Sums`) and are updated in place. `entropy` may be None.
         """
         rows, width = logits.shape
         with device_of(logits):
@@ -188,9 +189,10 @@ class GpuKernels:
     ) -> None:
         """Replace the logits `[R, W]` of a part of the vocabulary by their gradients, in place.
 
-        `total` `[R]` is the logarithm of the softmax's denominator, and `grad` `[R]` the gradient
-        to the log-probability of `targets`. `entropies` are the entropy `[R]` and its gradient, or
-        None if the loss does not depend on the entropy.
+        `total` `[R]` is the logarithm of the softmax's denominator. `grad` `[R]` is the gradient
+        with respect to the log-probability of `targets` `[R]`. `low` is the id of the part's first
+        token. `entropies` are the entropy `[R]` and the gradient with respect to it, or None if the
+        loss does not depend on the entropy.
         """
         rows, width = logits.shape
         entropy, grad_entropy = (total, total) if entropies is None else entropies
@@ -222,8 +224,8 @@ class GpuKernels:
     ) -> None:
         """Round float32 `weights` `[count]` stochastically into `out`, as `rounding.c` does.
 
-        `out` is float16 with `half`, else bfloat16. `first` is the index of the first weight, and
-        `low` and `high` are the keys of the random bits (`rounding.Draw.keys`).
+        `out` is float16 with `half`, otherwise bfloat16. `first` is the index of the first weight
+        in its tensor. `low` and `high` are the keys of the random bits (`rounding.Draw.keys`).
         """
         with device_of(weights):
             _round_weights[(triton.cdiv(count, COLUMNS),)](
@@ -239,12 +241,10 @@ class GpuKernels:
 
 
 def _word(number: int) -> int:
-    """Return the int32 whose bits are those of an unsigned 32-bit number."""
     return number - (1 << 32) if number >= 1 << 31 else number
 
 
 def _power(size: int) -> int:
-    """Return the smallest power of two that is at least `size`."""
     return int(triton.next_power_of_2(size))
 
 

@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens from hidden states, computed for parts of the vocabulary.
+"""Log-probabilities of given tokens, computed from hidden states and the output head.
 
-The full logits `[tokens, vocabulary]` are never in memory at once. A tile is the logits of some
-tokens for a part of the vocabulary.
+The logits are computed for a part of the vocabulary and some tokens at a time (a tile). So the full
+logits `[tokens, vocabulary]` are never in memory at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,58 +22,64 @@ from unstale.model.linear import FAST, WHOLE, Linear, Products
 from unstale.model.rowwise import ROWWISE
 
 TILE = {"cpu": 2**11, "cuda": 2**15}
-"""Number of vocabulary entries whose logits are computed at once, by device."""
+"""Number of vocabulary entries whose logits are computed at once, by kind of device."""
 
 MAX_LOGITS = {"cpu": 2**20, "cuda": 2**26}
-"""Largest number of float32 logits in memory at once (4 and 256 MiB), by device."""
+"""Largest number of float32 logits in memory at once (4 and 256 MiB), by kind of device."""
 
 MAX_ROWS = 512
-"""Largest number of tokens in one tile on a CPU. Larger tiles do not fit into its caches and are no
-faster.
+"""Largest number of tokens in one tile on a CPU. Larger tiles do not fit into the CPU's caches and
+are no faster.
 """
 
 HEAD_ROWS = 96
 """Number of tokens whose full logits are in memory at once in `_RowwiseHead`."""
 
 LEAST = -1e30
-"""A finite number that replaces a log-probability of minus infinity, whose product with the
+"""A finite number that replaces a log-probability of minus infinity. Minus infinity times the
 probability 0 would be NaN.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LogpQuery:
-    """A request to compute log-probabilities and entropies from R hidden states of a forward
-    pass.
+    """A request for the log-probabilities and entropies of R tokens, one after each hidden state.
+
+    Row `i` of a tensor belongs to the `i`th hidden state.
     """
 
     targets: Tensor
-    """`[R]`: the token after each hidden state. Its log-probability is computed."""
+    """`[R]`: the tokens whose log-probabilities are computed."""
     temperature: float
     with_entropy: bool = False
-    """True to compute the entropy of every row, with a gradient."""
+    """True to compute the entropy of all R distributions, with a gradient."""
     sample: Tensor | None = None
-    """`[R]` bool: rows whose entropy is computed without a gradient, for a metric."""
+    """`[R]` bool: rows whose entropy is computed without a gradient, for a metric. Used if
+    `with_entropy` is False.
+    """
     kept_sets: KeptSets | None = None
-    """The set of tokens over which each of the R distributions is normalised. None: the whole
-    vocabulary.
+    """The sets of tokens over which the R distributions are normalised, because sampling was
+    truncated to them. None means the whole vocabulary.
     """
     compare: "Callable[[nn.Module, Tensor, LogpQuery], tuple[Tensor, ...]] | None" = None
-    """A function that answers the query in place of `token_logps`. It may add values `[R]`."""
+    """A function that answers the query in place of `token_logps`. It may return further values
+    `[R]` after log-probability and entropy.
+    """
     logit_bias: Tensor | None = None
-    """`[V]`: numbers that are added to the logits before they are divided by the temperature."""
+    """`[V]`: numbers that are added to the logits before the division by the temperature."""
 
     def at(self, rows: Tensor) -> "LogpQuery":
-        """Return the same query for some of the rows, given by their positions `[r]`."""
+        """Return the same query for only some of its R rows, given by their indices `[r]`."""
         sample = None if self.sample is None else self.sample[rows]
         kept_sets = self.kept_sets.at(rows.cpu()) if self.kept_sets else None
         return replace(self, targets=self.targets[rows], sample=sample, kept_sets=kept_sets)
 
 
 def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
-    """Return the log-probabilities and entropies `[R]` of a query, from hidden states `[R, H]`.
+    """Answer a query: return log-probabilities and entropies, `[R]` each.
 
-    An entropy that the query does not ask for is 0. `query.compare` may add further values `[R]`.
+    `head` is the output head, and `rows` `[R, H]` are the hidden states. An entropy that the query
+    does not ask for is 0. `query.compare` may add further results `[R]`.
     """
     if query.kept_sets:  # not without rows, which a rank of a context group may lack
         return _query_kept(head, rows, query, query.kept_sets)
@@ -92,7 +98,7 @@ def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor,
 def _query_kept(
     head: nn.Module, rows: Tensor, query: LogpQuery, kept: KeptSets
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies `[R]` of distributions over kept sets only."""
+    """Answer a query whose distributions are normalised over kept sets."""
     if kept.any_whole:
         sizes = kept.to_tensors()[0]
         parts = [(sizes == 0).nonzero().squeeze(1), sizes.nonzero().squeeze(1)]
@@ -130,9 +136,10 @@ def token_logps(  # noqa: PLR0913 - the options of a query
     """Return the log-probability `[R]` of each token in `targets` `[R]`, and the entropy `[R]`.
 
     `rows` `[R, H]` are the hidden states before these tokens. The entropy is 0 without
-    `with_entropy`. Both results are float32, or float64 for float64 rows. A head that is not one
-    linear layer is run on parts of the rows, and the backward pass computes their logits again.
-    `logit_bias` is that of `LogpQuery`. Raises ValueError for it with a `RowwiseLinear`.
+    `with_entropy`. Both results are float32, or float64 for float64 rows. If the head is more than
+    one linear layer, it is run on parts of the rows, and again in the backward pass. `logit_bias`
+    `[V]` is added to the logits before they are divided by `temperature`. A `RowwiseLinear` does
+    not support it and raises ValueError.
     """
     if isinstance(head, RowwiseLinear):
         if logit_bias is not None:
@@ -159,7 +166,10 @@ def token_logps(  # noqa: PLR0913 - the options of a query
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of log-probabilities for a model in `dtype`: float32 or wider."""
+    """Return the dtype of log-probabilities for a model in `dtype`: float32 or float64.
+
+    It is float64 only for a float64 model.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -177,7 +187,7 @@ def _all_logits(  # noqa: PLR0913 - the options of a query
     with_entropy: bool,
     logit_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probability and entropy of a few tokens, from their full logits."""
+    """Return log-probability and entropy of a few tokens, computed from their full logits."""
     logits = head(rows).to(wide(rows.dtype))
     if logit_bias is not None:
         logits = logits + logit_bias
@@ -189,8 +199,8 @@ def _all_logits(  # noqa: PLR0913 - the options of a query
 class _Head(torch.autograd.Function):
     """Log-probability and entropy by an online softmax (arXiv 1805.02867), with a gradient.
 
-    The sums of a row are rescaled after each part of the vocabulary. The backward pass computes the
-    logits again, so that only the hidden states and two numbers per row are saved.
+    The sums of a row are rescaled after each part of the vocabulary. Only the hidden states and two
+    numbers per row are saved for the backward pass, which computes the logits again.
     """
 
     @staticmethod
@@ -263,12 +273,12 @@ class _Head(torch.autograd.Function):
 
 
 class RowwiseLinear(nn.Linear):
-    """An output head whose logits and log-probabilities are computed by `rowwise.c`."""
+    """An output head that computes logits and log-probabilities by `rowwise.c`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return float32 logits, without gradient.
 
-        For a weight of another dtype than `rowwise.DTYPES`, return the logits of `nn.Linear`.
+        If `rowwise.c` does not support the weight's dtype, return the logits of `nn.Linear`.
         """
         if self.weight.dtype not in rowwise.DTYPES:
             return super().forward(input)
@@ -278,7 +288,7 @@ class RowwiseLinear(nn.Linear):
 
 
 class _RowwiseHead(_Head):
-    """Log-probability and entropy of tokens by `rowwise.c`, as in the engine.
+    """Log-probability and entropy of tokens with the same bits as in the engine, by `rowwise.c`.
 
     The gradient is that of `_Head`.
     """
@@ -306,13 +316,15 @@ class _RowwiseHead(_Head):
 
 
 class _Sums(NamedTuple):
-    """The running sums of an online softmax over parts of the vocabulary, `[R]` each.
+    """The running sums of an online softmax over the vocabulary, `[R]` each.
 
     `highest` is the largest logit so far.
     """
 
     logp: Tensor
-    """The logit of the target token. 0 until the token's part of the vocabulary was added."""
+    """The logit of each row's target token. It is 0 until the token's part of the vocabulary is
+    added.
+    """
     highest: Tensor
     total: Tensor
     """The sum of exp(logit - highest)."""
@@ -321,21 +333,20 @@ class _Sums(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """The logits of some tokens for a part of the vocabulary."""
+    """The logits of some tokens (rows) for a part of the vocabulary (columns)."""
 
     tokens: slice
     rows: slice
     logits: Tensor
     place: Tensor
-    """`[R, 1]`: the column of each target token in `logits`. For a target in another part of the
-    vocabulary it is the first or last column, and `inside` is False.
+    """`[R, 1]`: the column of each row's target token. If the target is in another part of the
+    vocabulary, this is the first or the last column, and `inside` is False.
     """
     inside: Tensor
     """`[R]` bool: True if the target token is in this part of the vocabulary."""
 
 
 def _add_logits(tile: _Tile, sums: _Sums) -> None:
-    """Add a tile of logits to the running sums of its rows."""
     logits = tile.logits
     sums.logp.add_(logits.gather(1, tile.place).squeeze(1).where(tile.inside, 0.0))
     peak = torch.maximum(sums.highest, logits.amax(-1))
@@ -355,10 +366,11 @@ def _add_logits(tile: _Tile, sums: _Sums) -> None:
 def _logit_slopes(
     tile: _Tile, total: Tensor, grad: Tensor, entropies: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Return the gradient of the loss to a tile's logits, multiplied by the temperature.
+    """Return the gradient of the loss with respect to a tile's logits, times the temperature.
 
-    `total` `[R]` is the logarithm of the softmax's denominator, `grad` `[R]` the gradient to the
-    log-probability. `entropies` are the entropy `[R]` and its gradient, or None without entropy.
+    `total` `[R]` is the logarithm of the softmax's denominator. `grad` `[R]` is the gradient with
+    respect to the log-probability. `entropies` are the entropy `[R]` and the gradient with respect
+    to it, or None if the loss does not depend on the entropy.
     """
     logits = tile.logits.sub_(total[:, None])
     if entropies:
@@ -380,10 +392,10 @@ def _tiles(  # noqa: PLR0913 - the inputs of the products, and how they are comp
     products: Products = FAST,
     logit_bias: Tensor | None = None,
 ) -> Iterator[_Tile]:
-    """Yield the logits in tiles (parts of rows and vocabulary), in float32 or float64.
+    """Yield all logits in tiles (some rows, and a part of the vocabulary), in float32 or float64.
 
-    If `temperature` is None, logits are not divided and have the dtype of the rows: GPU kernels do
-    the rest. They do not support `logit_bias`.
+    If `temperature` is None, logits are not divided and have the dtype of the rows, because GPU
+    kernels do the rest. These kernels do not support `logit_bias`.
     """
     width = min(len(weight), TILE.get(rows.device.type, TILE["cpu"]))
     size = _rows_at_once(rows, width)

@@ -14,22 +14,22 @@ from unstale.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HiddenMeans:
-    """Mean hidden states of n sequences, and the entropies of their T tokens, on the CPU."""
+    """Means of one layer's hidden states in n sequences, and entropies of T tokens, on the CPU."""
 
     means: Tensor
-    """`[n, m, H]`: for each sequence and each of m sets of tokens, the mean over the tokens. NaN if
-    a sequence has no token of the set.
+    """`[n, m, H]`: for each sequence and each of m given sets of tokens, the mean over the set's
+    tokens in the sequence. NaN if there are none.
     """
     entropy: Tensor
-    """`[T]`: the entropy, in nats, of the distribution from which a sampled token was chosen. 0 for
-    other tokens.
+    """`[T]`: for each sampled token, the entropy in nats of the distribution that it was drawn
+    from. 0 for other tokens.
     """
     forward_tokens: int
-    """Number of tokens in the forward passes."""
+    """Number of tokens in the forward passes that computed these values."""
 
 
 def find_layer(model: PreTrainedModel, depth: float) -> nn.Module:
-    """Return the layer at the share `depth` of the model's depth (1 is the last layer).
+    """Return the layer at the share `depth` (0 to 1) of the model's depth. 1 is the last layer.
 
     Raises ConfigError for a model whose layers are not one list of modules.
     """

@@ -1,7 +1,8 @@
-"""Log-probabilities of tokens under truncated sampling, normalised over the kept tokens.
+"""Log-probabilities of tokens under truncated sampling, such as top-p.
 
-Only the logits of kept tokens are computed. That is less work than the logits of the vocabulary,
-unless a distribution is nearly uniform.
+Each distribution is normalised over the tokens that the truncation kept. Only the logits of kept
+tokens are computed. This is less work than the logits of the whole vocabulary, unless a
+distribution is nearly uniform.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from unstale.kept_sets import KeptSets
 
 PRODUCTS = 2**22
-"""Number of elementwise products of hidden states and head weights that are in memory at once."""
+"""Largest number of products of a hidden feature and a head weight that are in memory at once."""
 ROWS = 64
 """Number of hidden states whose gradient is computed at once."""
 
@@ -23,9 +24,10 @@ def kept_logps(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy `[R]` of distributions over kept sets, with a gradient.
 
-    `logits` `[N]` are those of the sets' tokens `ids` `[N]`, divided by the temperature. `sizes`
-    `[R]` has the size of each set, at least 1. Each set contains its target token in `targets`
-    `[R]`.
+    A kept set has the tokens among which truncated sampling drew. The sets have N tokens together.
+    `ids` `[N]` are these tokens, set after set, and `logits` `[N]` their logits, divided by the
+    temperature. `sizes` `[R]` has the size of each set, at least 1. Each set contains its target
+    token in `targets` `[R]`.
     """
     row = torch.repeat_interleave(sizes)
     top = torch.segment_reduce(logits.detach(), "max", lengths=sizes)
@@ -42,9 +44,10 @@ def kept_logits(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logits `[N]` of all kept tokens, the sets' sizes `[R]` and the tokens' ids `[N]`.
 
-    `rows` `[R, H]` are hidden states, or logits if `head` is the identity. Logits are float32, or
-    float64 for float64 rows. A head that is not one linear layer (`is_linear`) is run on parts of
-    the rows, and again in the backward pass.
+    `kept` has one set of tokens for each row. `rows` `[R, H]` are hidden states, or logits if
+    `head` is the identity. The result is float32, or float64 for float64 rows. If the head is not
+    one linear layer (`is_linear` False), it is run on parts of the rows, and again in the backward
+    pass.
     """
     sizes, ids = (each.to(rows.device) for each in kept.to_tensors())
     ids = ids.long()
@@ -73,7 +76,7 @@ def _wide(rows: Tensor) -> torch.dtype:
 
 
 class _KeptLogits(torch.autograd.Function):
-    """The products of hidden states with the rows of a linear head that belong to kept tokens."""
+    """The products of hidden states with those rows of a linear head that belong to kept tokens."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """Compiled functions for parts of a decoder layer, forward and backward.
 
 On CPUs these are the functions of `kernels.c`. They need float32 tensors whose widths are multiples
-of `WIDTH`, and use as many threads as torch, from torch's OpenMP library. If this library is not
-found, they use one thread and warn. On GPUs they are the functions of `gpu_kernels`.
+of `WIDTH`. They run in torch's number of threads, started by torch's OpenMP library. If this
+library is not found, they use one thread and warn. On GPUs they are the functions of `gpu_kernels`.
 """
 
 import ctypes
@@ -28,33 +28,34 @@ WIDTH = 16
 """The last dimension of each tensor must be a multiple of this number."""
 
 ROWS = 64
-"""Number of rows that a thread processes at once. `kernels.c` has the same number."""
+"""Number of rows that a thread processes at once. It must equal the number in `kernels.c`."""
 
 BLOCK = 64
-"""Number of queries of one block of attention. `kernels.c` has the same number."""
+"""Number of queries in one block of attention. It must equal the number in `kernels.c`."""
 
 _OPENMP = ("libgomp.so.1", "libiomp5.so", "libomp.so")
-"""Libraries that may have the function `GOMP_parallel`. If torch's build includes no OpenMP
-library, torch uses one of these.
-"""
+"""Names of OpenMP libraries that torch may use if its build includes none."""
 
 Argument = Tensor | int | float | None
 
 
 class Kernels:
-    """The compiled functions of `kernels.c`, or of another file, as attributes.
+    """The compiled functions of a C file, by default `kernels.c`, as attributes.
 
     The arguments of a function are numbers, float32 tensors, and int64 tensors of indices. Nothing
     is checked. A tensor may be a slice of the columns of a contiguous tensor.
     """
 
     def __init__(self, source: Path = SOURCE) -> None:
-        """Compile a C file. Raises NotCompiled or OSError, as `compile_library` does."""
+        """Compile a C file.
+
+        Raises NotCompiled if this fails, and OSError if memory, files or processes are exhausted.
+        """
         self.library = compile_library(source)
         self._parallel = _openmp()
 
     def pieces(self, rows: int) -> int:
-        """Return the number of parts of up to `ROWS` rows into which kernels divide `rows` rows."""
+        """Return into how many parts, of up to `ROWS` rows each, kernels divide `rows` rows."""
         return -(-rows // ROWS)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -79,7 +80,7 @@ class Kernels:
 def _openmp() -> int | None:
     """Return the address of the function by which torch's OpenMP library starts threads.
 
-    Return None if torch uses an unknown library. The kernels then run in one thread.
+    Return None if no known library is found. The kernels then run in one thread.
     """
     folder = Path(torch.__file__).parent
     own = [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]
@@ -95,7 +96,6 @@ def _openmp() -> int | None:
 
 @cache
 def _warn_of_one_thread() -> None:
-    """Warn, once in this process, that the kernels use one thread although torch has several."""
     warnings.warn(
         f"training on the CPU is slower, because {SOURCE.name} computes in one thread: none of "
         f"{', '.join(_OPENMP)} is loaded, with which it would start more. Install torch from PyPI",
@@ -120,7 +120,7 @@ def kernels(source: Path = SOURCE) -> Kernels | None:
 
 @cache
 def gpu_kernels() -> "GpuKernels | None":
-    """Return the functions for GPUs, or warn and return None if Triton is missing or fails."""
+    """Return the kernels for GPUs. If Triton is missing or fails, warn and return None."""
     try:
         from unstale.model.gpu_kernels import GpuKernels
 
@@ -141,7 +141,7 @@ def gpu_kernels() -> "GpuKernels | None":
 def kernels_for(x: Tensor) -> "Kernels | GpuKernels":
     """Return the compiled functions for the device of a tensor.
 
-    `fits` must be True for the tensor.
+    Call this only if `fits` returns True for the tensor.
     """
     found = gpu_kernels() if x.is_cuda else kernels()
     assert found
@@ -149,9 +149,9 @@ def kernels_for(x: Tensor) -> "Kernels | GpuKernels":
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Return True if the kernels can run on tensors of these devices, dtypes and widths.
+    """Return True if the compiled kernels support the devices, dtypes and widths of all tensors.
 
-    The width is the last dimension. Return False while torch.compile compiles.
+    The width is the last dimension. Return False while torch.compile traces the caller.
     """
     if torch.compiler.is_compiling():
         return False
@@ -169,7 +169,7 @@ def fits(*tensors: Tensor) -> bool:
 
 
 def fits_gpu(*tensors: Tensor) -> bool:
-    """Return True if the kernels for GPUs can run on tensors of these devices and dtypes."""
+    """Return True if the GPU kernels support the devices and dtypes of all tensors."""
     dtype = tensors[0].dtype
     return (
         dtype in (torch.bfloat16, torch.float16, torch.float32)

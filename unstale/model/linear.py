@@ -1,12 +1,13 @@
 """Faster matrix products on CPUs, by the library oneDNN.
 
 On AMD CPUs with AVX-512, torch's default library (MKL) has less than half of oneDNN's speed,
-forward and backward. Without AVX-512 both are equally fast, but a call of oneDNN takes longer. MKL
-then multiplies small matrices, and computes the gradients of weights, for which it is faster there.
+forward and backward. Without AVX-512 both have the same speed, but each call of oneDNN costs more.
+On such CPUs, MKL multiplies small matrices. It also computes the gradients of weights there,
+because it is faster.
 
 x86 CPUs without instructions for bfloat16 or float16 are slow with these formats: with float16,
-torch had 40% of the speed of float32 on a Zen 5. There the rows and weights of a linear layer are
-converted to float32, multiplied, and the result is rounded. Sums are float32 either way.
+torch had 40% of the speed of float32 on a Zen 5. On such CPUs, the rows and weights of a linear
+layer are converted to float32, multiplied, and the result is rounded. Sums are always float32.
 """
 
 import platform
@@ -20,34 +21,31 @@ from torch import Tensor, nn
 
 WHOLE = 32
 """The sizes of matrices passed to oneDNN are multiples of this number. oneDNN compiles code for
-each new shape, which takes milliseconds, so few different shapes should occur.
+each new shape, which takes milliseconds, so the number of different shapes is kept small.
 """
 
 
 def _has_fast_mkl() -> bool:
-    """Return True on CPUs where MKL computes some products faster than oneDNN."""
     return torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 HAS_FAST_MKL = _has_fast_mkl()
-"""True on CPUs where MKL computes some products faster. A constant for code that torch.compile
-compiles.
+"""True on CPUs where MKL computes some products faster than oneDNN. It is a constant, so that
+torch.compile can compile code that reads it.
 """
 
 
 def _multiplies_bfloat16() -> bool:
-    """Return False on x86 CPUs without instructions for bfloat16."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 MULTIPLIES_BFLOAT16 = _multiplies_bfloat16()
-"""True if this CPU has instructions for bfloat16. A constant, as `HAS_FAST_MKL` is."""
+"""False on an x86 CPU without instructions for bfloat16."""
 
 
 def _multiplies_float16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return False on x86 CPUs without instructions for float16."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
@@ -55,19 +53,19 @@ def _multiplies_float16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 MULTIPLIES_FLOAT16 = _multiplies_float16()
-"""True if this CPU has instructions for float16. A constant, as `HAS_FAST_MKL` is."""
+"""False on an x86 CPU without instructions for float16."""
 
 
 def supported(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN is enabled in torch and can multiply this dtype on this CPU.
+    """Return True if oneDNN is enabled in torch and can multiply `dtype` on this CPU.
 
-    This includes bfloat16 and float16 if they are converted to float32 for the product.
+    This includes bfloat16 and float16 if they have to be converted to float32 first.
     """
     return bool(torch.backends.mkldnn.enabled) and _works(_multiplied(dtype))
 
 
 def _multiplied(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which this CPU multiplies tensors of `dtype`: the same or float32."""
+    """Return the dtype to which this CPU converts `dtype` for a product: the same, or float32."""
     is_slow = (dtype == torch.bfloat16 and not MULTIPLIES_BFLOAT16) or (
         dtype == torch.float16 and not MULTIPLIES_FLOAT16
     )
@@ -99,23 +97,22 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _by_onednn(rows: Tensor) -> bool:
-    """Return True if oneDNN, not MKL, multiplies these float32 rows."""
     is_regular = not any(size % WHOLE for size in rows.shape)
     is_wide = rows.device.type == "cpu" and rows.dtype == torch.float32
     return is_regular and is_wide and supported(rows.dtype)
 
 
 BLOCK = 192
-"""Approximate number of terms that `accurate_product` sums in one matrix product."""
+"""Approximate number of terms that `accurate_product` sums in one block."""
 
 
 def accurate_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the result of `product` with a smaller error of long float32 sums.
+    """Return the result of `product`, with a smaller rounding error in long float32 sums.
 
-    oneDNN adds many products one after another. For sums of 1,536 terms, as in SmolLM2's widest
-    layer, its mean error is twice that of MKL, which sums short blocks. This function multiplies
-    blocks separately and adds the results, so its error is MKL's. With 512 rows this takes 9% to
-    14% longer.
+    oneDNN adds all terms of a sum one after another. For 1,536 terms, as in SmolLM2's widest layer,
+    its mean error is twice that of MKL, which sums short blocks. This function multiplies blocks
+    separately and adds the results, so its error is MKL's. With 512 rows this takes 9% to 14%
+    longer than `product`.
     """
     terms = rows.shape[1]
     if terms < 2 * BLOCK or not _by_onednn(rows):
@@ -131,23 +128,23 @@ def accurate_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 USUAL_ROWS = 64
-"""Number of rows for which a prepared weight's layout is best. Products with other numbers of rows
-are slightly slower.
+"""Number of rows for which the layout of a prepared weight (`prepare`) is chosen. Products with
+another number of rows are slightly slower.
 """
 
 
 SMALL_WEIGHTS = 1 << 17
-"""Largest number of weights of a matrix for which MKL is used on CPUs without AVX-512. With 8 to 64
-rows, MKL takes 7 to 30 microseconds for 128 x 128 weights, and oneDNN 30 to 50. With
-`SMALL_WEIGHTS` both take the same time.
+"""Largest size of a matrix, in numbers, that MKL multiplies on CPUs without AVX-512. With 8 to 64
+rows, MKL takes 7 to 30 microseconds for 128 x 128 weights, and oneDNN 30 to 50. At this size both
+take the same time.
 """
 
 
 def prepare(weight: Tensor) -> Tensor:
-    """Return a copy of a weight `[N, K]` in the layout in which `prepared_product` is fastest.
+    """Return a copy of a weight `[N, K]`, in the layout in which `prepared_product` is fastest.
 
-    Its dtype must be `supported`. The copy of a bfloat16 or float16 weight is float32 if this CPU
-    multiplies float32 faster.
+    `supported` must be True for its dtype. The copy of a bfloat16 or float16 weight is float32 if
+    this CPU multiplies float32 faster.
     """
     dtype = _multiplied(weight.dtype)
     if _is_small(weight.numel(), dtype):
@@ -158,9 +155,9 @@ def prepare(weight: Tensor) -> Tensor:
 
 
 def prepared_product(rows: Tensor, prepared: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `rows [..., K] @ weight [N, K]^T + bias [N]` for a weight from `prepare`.
+    """Return `rows [..., K] @ weight [N, K]^T + bias [N]`, in the dtype of `rows`.
 
-    The result has the dtype of `rows`.
+    `prepared` is the result of `prepare` for the weight.
     """
     if rows.dtype in (torch.bfloat16, torch.float16) and prepared.dtype == torch.float32:
         wide = None if bias is None else bias.float()
@@ -172,23 +169,16 @@ def prepared_product(rows: Tensor, prepared: Tensor, bias: Tensor | None = None)
 
 
 def _is_small(size: int, dtype: torch.dtype) -> bool:
-    """Return True if MKL multiplies faster by a matrix of `size` numbers on this CPU."""
     return dtype == torch.float32 and size <= SMALL_WEIGHTS and _has_fast_mkl()
 
 
 def _is_slow(rows: Tensor) -> bool:
-    """Return True if this CPU multiplies rows of this dtype faster after a conversion to
-    float32.
-    """
     return rows.device.type == "cpu" and _multiplied(rows.dtype) != rows.dtype
 
 
 @torch.library.custom_op("unstale::product", mutates_args=())
 def _opaque(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `product` as an operation that torch.compile does not compile.
-
-    torch.compile cannot compile the call of oneDNN.
-    """
+    """Compute `product` as one operation that torch.compile leaves as it is."""
     return product(rows, weight, bias)
 
 
@@ -198,11 +188,7 @@ def _(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def outer(grad: Tensor, rows: Tensor) -> Tensor:
-    """Return `grad [R, N]^T @ rows [R, K]`, which is the gradient of a weight matrix.
-
-    oneDNN is fastest if the result has at least as many columns as rows, so the product may be
-    transposed.
-    """
+    """Return `grad [R, N]^T @ rows [R, K]`, the gradient `[N, K]` of a weight matrix."""
     if _is_slow(grad):
         return outer(grad.float(), rows.float()).to(grad.dtype)
     if grad.device.type != "cpu" or HAS_FAST_MKL:
@@ -213,24 +199,31 @@ def outer(grad: Tensor, rows: Tensor) -> Tensor:
 
 
 class Products(Protocol):
-    """The three products of a linear layer with weight `[N, K]`. autograd does not record them."""
+    """The three matrix products of a linear layer with weight `[N, K]`, without autograd.
+
+    They are the output, the gradient of the input, and the gradient of the weight.
+    """
 
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `rows [R, K] @ weight^T + bias [N]`."""
         ...
 
     def for_rows(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of the rows, `grad [R, N] @ weight`."""
+        """Return the gradient of the input rows, `grad [R, N] @ weight`.
+
+        `grad` is that of the output.
+        """
         ...
 
     def for_weight(self, grad: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of a weight of this dtype, `grad [R, N]^T @ rows [R, K]`."""
+        """Return the gradient of a weight, `grad [R, N]^T @ rows [R, K]`.
+
+        `dtype` is the weight's.
+        """
         ...
 
 
 class _FastProducts:
-    """The fastest implementation of the three products on this machine."""
-
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return accurate_product(rows, weight, bias)
 
@@ -245,7 +238,7 @@ FAST = _FastProducts()
 
 
 class Linear(nn.Linear):
-    """An `nn.Linear` layer that multiplies as `product` does."""
+    """An `nn.Linear` layer that multiplies by `product`, with a gradient."""
 
     def forward(self, input: Tensor) -> Tensor:
         by_torch = input.dtype != torch.float32 and not _is_slow(input)
@@ -264,7 +257,7 @@ def apply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def use(model: nn.Module) -> None:
-    """Turn all `nn.Linear` layers of a model into `Linear` layers, which are faster, in place."""
+    """Make all `nn.Linear` layers of a model faster, in place: they become `Linear` layers."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear

@@ -31,20 +31,20 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-"""The precisions of a forward pass by name. float64 is for tests."""
+"""The dtypes of forward passes, by name. float64 is for tests."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""Files of a tokenizer, of which at least one must exist. Without any of them, transformers makes
-an empty tokenizer and reports no error.
+"""Files of a tokenizer, of which a model folder must have at least one. Without any of them,
+transformers makes an empty tokenizer and reports no error.
 """
 
 
 def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local folder.
 
-    `chat_template` replaces the tokenizer's chat template, unless it is "". It is a name in
-    `NAMED`, or the text of a template. Raises ConfigError if the folder has no tokenizer, or if
-    there is no template or it fails.
+    `chat_template` replaces the tokenizer's own chat template, unless it is "". It is the name of a
+    built-in template (`NAMED`) or the text of a template. Raises ConfigError if the folder has no
+    tokenizer, if there is no chat template, or if the template fails.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
@@ -68,9 +68,9 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizer
 
 
 def _set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
-    """Set the chat template. `chosen` is a name in `NAMED`, or the text of a template.
+    """Set the chat template to `chosen`: a name in `NAMED`, or the text of a template.
 
-    If the tokenizer begins texts with the BOS token, so does the named template.
+    If the tokenizer begins texts with the BOS token, a template from `NAMED` does, too.
     """
     lacking = [
         token
@@ -107,8 +107,8 @@ def _require_question(tokenizer: PreTrainedTokenizerBase) -> None:
 def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     """Load a causal language model from a local folder, with its vision tower if it has one.
 
-    `options` are further arguments of transformers' `from_pretrained`. Raises ConfigError if the
-    folder is damaged or incomplete.
+    `options` are passed on to transformers' `from_pretrained`. Raises ConfigError if the folder is
+    damaged or incomplete.
     """
     require_safe_weights(folder)
     with no_progress_bars(), reading(folder, "model"), _named_damage(folder):
@@ -134,7 +134,7 @@ def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedMo
 
 @contextmanager
 def _named_damage(folder: Path) -> Iterator[None]:
-    """Return a context that turns a safetensors error into one with the damaged file's name."""
+    """Return a context that turns a safetensors error into a ConfigError with the file's name."""
     try:
         yield
     except SafetensorError as error:
@@ -142,7 +142,7 @@ def _named_damage(folder: Path) -> Iterator[None]:
 
 
 def _damaged(folder: Path, error: SafetensorError) -> ConfigError:
-    """Return the error for the first file of a folder's weights that cannot be read."""
+    """Return a ConfigError that names the first weight file of a folder that cannot be read."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):

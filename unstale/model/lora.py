@@ -30,16 +30,16 @@ _A, _B, _ADAPTER = ".lora_A.weight", ".lora_B.weight", "default"
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The settings of LoRA adapters: rank, scale and layers.
+    """The settings of LoRA adapters: rank, scale, layers and seed.
 
-    B starts at 0, so new adapters do not change the model.
+    The matrices B start at 0, so new adapters do not change the model.
     """
 
     rank: int
     alpha: float = 32.0
     targets: str = ALL
-    """`all-linear` (all linear layers but the output head), or the ends of the names of modules,
-    separated by spaces.
+    """`all-linear` (all linear layers but the output head), or ends of module names, separated by
+    spaces, such as "q_proj v_proj".
     """
     seed: int = 0
     """Seed of the random initial values of the LoRA matrices A."""
@@ -47,10 +47,10 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """The facts that an engine needs to add LoRA adapters to its base weights."""
+    """What an engine must know to add LoRA adapters to its base weights."""
 
     base: int
-    """Checksum of the base weights on which the adapters are trained (`base_checksum`)."""
+    """Checksum (`base_checksum`) of the base weights on which the adapters are trained."""
     dtype: str
     """Precision of the base weights in the trainer, such as "bfloat16"."""
     scale: float
@@ -59,10 +59,10 @@ class Merging:
 
 
 class Base:
-    """The base weights in a model folder, to which trained adapters are added.
+    """The weights in a model folder to which trained LoRA adapters are added (the base weights).
 
-    The weights are memory-mapped. Raises ValueError if the adapters were trained on other base
-    weights.
+    They are memory-mapped. The constructor raises ValueError if the adapters were trained on other
+    base weights.
     """
 
     def __init__(self, folder: Path, merging: Merging) -> None:
@@ -83,10 +83,11 @@ class Base:
     def merged(
         self, adapters: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        """Return all weights with the adapters added, on the CPU, in `dtype`.
+        """Return all weights by name, with the adapters added, on the CPU and in `dtype`.
 
-        If `dtype` is None, weights with an adapter are float32 and the others have the trainer's
-        precision. Raises ValueError if the adapters do not fit the base weights.
+        `adapters` has the matrices A and B by PEFT's names. If `dtype` is None, weights with an
+        adapter are float32 and the others have the trainer's precision. Raises ValueError if the
+        adapters do not fit the base weights.
         """
         layers = self._layers_of(adapters)
         trainer_dtype = getattr(torch, self._merging.dtype)
@@ -106,10 +107,6 @@ class Base:
         return weights
 
     def _layers_of(self, adapters: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of the layers that have an adapter.
-
-        Raises ValueError if an adapter does not fit the base weights.
-        """
         pairs = pairs_of(adapters)
         for layer, pair in pairs.items():
             base = self._tensors.get(f"{layer}.weight")
@@ -118,9 +115,10 @@ class Base:
 
 
 def pairs_of(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (A, B) of each layer that has an adapter, by the layer's name.
+    """Return the adapter matrices (A, B) of each layer, by the layer's name.
 
-    Raises ValueError if one of the two is missing, or for a tensor that is neither.
+    `adapters` has the matrices by PEFT's names. Raises ValueError if a layer lacks one of the two,
+    or if a name is not that of an adapter matrix.
     """
     layers = [name.removesuffix(_A) for name in adapters if name.endswith(_A)]
     if adapters.keys() != {layer + end for layer in layers for end in (_A, _B)}:
@@ -131,9 +129,10 @@ def pairs_of(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]
 
 
 def require_fit(layer: str, pair: tuple[Tensor, Tensor], shape: Sequence[int] | None) -> None:
-    """Raise ValueError unless the pair (A, B) fits a layer's base weight of this shape.
+    """Raise ValueError unless the matrices `pair` = (A, B) fit a base weight of `shape`.
 
-    `shape` None means that the layer has no base weight.
+    `layer` is the name in the message. `shape` None means that the layer has no base weight, which
+    is an error, too.
     """
     a, b = pair
     if shape is None or tuple(shape) != (len(b), *a.shape[1:]) or len(a) != b.shape[-1]:
@@ -149,12 +148,11 @@ def base_checksum(folder: Path) -> int:
 
 
 def inject(model: Any, lora: Lora, *, without: Collection[str] = ()) -> None:
-    """Freeze all weights of a model and add adapters to the layers that `lora` names.
+    """Freeze all weights of a model and add LoRA adapters to layers, in place.
 
-    Layers whose weights are `without` get none.
-
-    Raises ConfigError for a layer that cannot have an adapter, for a name that fits no layer, and
-    for a model with experts.
+    `lora` names the layers. Layers whose weights are in `without` (names) get no adapter. Raises
+    ConfigError for a layer that cannot have an adapter, for a name that fits no layer, and for a
+    model with experts.
     """
     if experts := num_experts(model.config.to_dict()):
         raise ConfigError(
@@ -200,7 +198,7 @@ def inject(model: Any, lora: Lora, *, without: Collection[str] = ()) -> None:
 def _require_layers(model: nn.Module, targets: Sequence[str]) -> None:
     """Raise ConfigError if a name in `targets` is not the end of any module's name.
 
-    PEFT would ignore such a name if another one fits.
+    PEFT would ignore such a name if other names fit.
     """
     names = [f".{name}" for name, _ in model.named_modules()]
     linear = {
@@ -216,7 +214,7 @@ def _require_layers(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable tensors A and B of a model, under the names that PEFT writes."""
+    """Return the trainable adapter matrices of a model, by the names that PEFT writes."""
     return {
         name.replace(f".{_ADAPTER}.", "."): weight
         for name, weight in model.named_parameters()
@@ -225,7 +223,7 @@ def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """Return a copy of the model with its own adapters. Copy and model share the base weights."""
+    """Return a copy of a model that has its own adapters but shares the base weights."""
     trained = {id(weight) for weight in adapters(model).values()}
     shared = {id(weight): weight for weight in model.parameters() if id(weight) not in trained}
     return copy.deepcopy(model, shared)
@@ -233,9 +231,9 @@ def twin(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def plain(model: nn.Module, *, scale: float) -> Any:
-    """Return a model with the adapters added to its weights: W0 + `scale` * B @ A.
+    """Return a model without adapters, whose weights are W0 + `scale` * B @ A.
 
-    Scale 0 gives W0. Weights without an adapter are shared with `model`.
+    Scale 0 gives the base weights W0. Weights without an adapter are shared with `model`.
     """
     bare: Any = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     for name, layer in _layers(bare):
@@ -262,7 +260,10 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 
 def write_adapter(tensors: Mapping[str, Tensor], folder: Path, *, scale: float) -> None:
-    """Write adapters as `save_adapter` does, without the model. `scale` is alpha / rank."""
+    """Write adapters, given by PEFT's names, to a new folder in PEFT's format.
+
+    `scale` is alpha / rank. `save_adapter` writes the same format for a whole model.
+    """
     pairs = pairs_of(tensors)
     rank = len(next(iter(pairs.values()))[0])
     options = {
@@ -289,17 +290,13 @@ def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, layer) for each layer that has a LoRA adapter."""
     return [
         (name, module) for name, module in model.named_modules() if hasattr(module, "base_layer")
     ]
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of the safetensors files that transformers would read from a folder.
-
-    The files are memory-mapped.
-    """
+    """Return the tensors of the safetensors files of a model folder, memory-mapped."""
     require_safe_weights(folder)
     files = [folder / "model.safetensors"]
     if not files[0].is_file():

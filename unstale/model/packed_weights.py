@@ -1,8 +1,8 @@
-"""Packed weights: values and scales of a number format, for an engine that rounds weights to it.
+"""Packed weights: rounded weights as values and scales of a number format such as FP8.
 
-A rounded weight is stored as its values, one byte each, and the scales of its blocks. Few values
-change from one version to the next, so a difference of packed versions is smaller than one of
-bfloat16 weights.
+A packed weight has one byte for each value, and a scale for each block of values. Few values change
+from one version of the weights to the next. So the difference of two packed versions is smaller
+than the difference of two bfloat16 versions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,16 +13,16 @@ from torch import Tensor
 from unstale.model.quantisation import FORMATS, is_quantised
 
 SCALES = ".scales"
-"""The suffix that turns the name of a weight into the name of its scales."""
+"""The suffix that turns a weight's name into the name of its scales."""
 
 
 class RoundedWeights(Mapping[str, Tensor]):
-    """A mapping from names to weights, each of which is unpacked when it is read."""
+    """A mapping from names to weights that unpacks a weight when it is read."""
 
     def __init__(self, packed: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> None:
-        """Create the mapping from weights that `pack` returned for the format `kind`.
+        """Create the mapping from the result of `pack` for the number format `kind`.
 
-        The unpacked weights have the precision `dtype`.
+        Unpacked weights have the precision `dtype`.
         """
         self._packed = packed
         self._format = FORMATS[kind]
@@ -42,10 +42,11 @@ class RoundedWeights(Mapping[str, Tensor]):
 
 
 def pack(weights: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights as values and scales of the format `kind`.
+    """Return weights as the values and scales of the number format `kind`, by name.
 
-    Weights that this format does not round (`is_quantised`) are copied. All weights are converted
-    to `dtype` first. Weights that are packed already are returned unchanged.
+    All weights are converted to `dtype` first. Weights that the format does not round
+    (`is_quantised` False) are only copied. If `weights` is packed already, it is returned
+    unchanged.
     """
     if any(name.endswith(SCALES) for name in weights):
         return dict(weights)

@@ -10,17 +10,17 @@ from unstale.model.prefix_tree import Packed, build_prefix_tree
 from unstale.records import token_positions
 
 HEAD_ROWS = 4
-"""Largest number of log-probabilities that a pass computes, as a multiple of its token limit. A
-token that several sequences share may be followed by a different token in each, so it may need
-several log-probabilities.
+"""Largest number of log-probabilities that a pass computes, as a multiple of its token limit. If
+sequences share a token but continue it differently, this token needs several log-probabilities.
 """
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide sequences into groups of at most `budget` tokens. Return the indices in each group.
+    """Divide sequences of these lengths into groups of at most `budget` tokens.
 
-    Sequences are placed from the longest to the shortest, each in the first group with enough room.
-    A sequence longer than the budget has a group to itself.
+    Return the indices of the sequences in each group. Sequences are placed from the longest to the
+    shortest, each in the first group with enough room. A sequence longer than the budget has a
+    group to itself.
 
     >>> pack([3, 8, 5, 2], budget=8)
     [[1], [2, 0], [3]]
@@ -79,14 +79,17 @@ def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list
 
 
 def _cost(tokens: int, rows: int) -> int:
-    """Return how many tokens of a pass's limit `tokens` and `rows` log-probabilities use up."""
+    """Return the larger share of a pass's limit, in tokens, that the tokens or the rows use up.
+
+    `rows` counts log-probabilities, of which a pass may have `HEAD_ROWS` for each token.
+    """
     return max(tokens, -(-rows // HEAD_ROWS))
 
 
 def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[int, int]]:
-    """Return the spans `(start, end)` with a token where `where` (`[T]` bool) is True.
+    """Return those spans `(start, end)` that have a token in the mask `where` (`[T]` bool).
 
-    Each span is cut after its last such token.
+    Each span is cut after its last token in the mask.
     """
     wanted = where.nonzero().squeeze(1).cpu().numpy()
     cut_spans = []
@@ -98,7 +101,10 @@ def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[
 
 
 def cut(packed: Packed, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tensor]:
-    """Return spans of tokens as packed sequences, and their tokens' positions `[t]` in `packed`."""
+    """Return only the tokens in `spans`, and their indices `[t]` in `packed`.
+
+    Each span becomes one sequence.
+    """
     index = token_positions(spans)
     offsets = accumulate((end - start for start, end in spans), initial=0)
     routed_experts = (

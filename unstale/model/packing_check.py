@@ -2,11 +2,10 @@
 
 Three properties are tested, on text of the model's own tokenizer:
 
-1. Packed sequences do not affect each other. A dense model must give the same bits.
-2. Each sequence has its own positions. In a wider precision, where rounding is small, packing must
-   change logits far less than rounding to the model's precision does.
-3. In the model's precision a packed pass rounds as transformers does: its error is at most a few
-   times the error of a single sequence in transformers.
+1. Packed sequences do not affect each other. A dense model must give the same bits. 2. Each
+sequence has its own positions. In a wider precision, where rounding is small, packing must change
+logits far less than rounding to the model's precision does. 3. In the model's precision, the error
+of a packed pass is at most a few times the error of transformers with a single sequence.
 
 No limit is absolute, because rounding errors differ between models: a trained network with massive
 activations (arXiv 2402.17762) has a hundred times the error of a random one.
@@ -33,14 +32,14 @@ from unstale.model.prefix_tree import MIN_SHARED, ROUND, Packed, build_prefix_tr
 from unstale.routed_experts import num_experts
 
 MAX_ROUNDING = 8
-"""Largest error of a packed pass, as a multiple of the error of transformers in the same precision.
-In measurements, summing in another order gave up to 4 times that error.
+"""Largest allowed error of a packed pass, as a multiple of the error of transformers in the same
+precision. In measurements, summing in another order gave up to 4 times that error.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The output of one packed forward pass: of all tokens `[N, :]`, and split by sequence."""
+    """The output of one packed pass: `[N, :]` for all tokens, and the same divided by sequence."""
 
     output: Tensor
     by_sequence: list[Tensor]
@@ -48,16 +47,16 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class Packability:
-    """Properties of a model that passed the check of packing (`check_packing`)."""
+    """What a successful check of a model found out about it."""
 
     plain_head: bool
-    """True if the logits are the output head applied to the last hidden state, nothing more."""
+    """True if the logits are only the output head applied to the last hidden states."""
     noise: float
     """Largest change of a log-probability, in nats, that other sequences in a pass caused during
     the check.
 
-    A dense model is refused unless this is 0. On a CPU the change is then 0 in every pass. On a
-    GPU, kernels may divide the sums of longer passes in other ways and round differently.
+    A dense model passes only if this is 0. On a CPU the change is then 0 in every pass. On a GPU,
+    kernels may divide the sums of longer passes in other ways and round differently.
     """
 
 
@@ -65,9 +64,9 @@ class Packability:
 def check_packing(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Packability:
-    """Check that packing sequences does not change their log-probabilities.
+    """Check that packing sequences into one pass does not change their log-probabilities.
 
-    Return facts about the model. Without a tokenizer, small token ids are used instead of text.
+    Return what was found out about the model. Without a tokenizer, small token ids replace text.
     Raises ConfigError, with the property that does not hold, if the model fails.
     """
     name = type(model).__name__
@@ -123,7 +122,7 @@ def check_packing(
 
 
 def is_plain(head: nn.Module, hidden: Tensor, logits: Tensor) -> bool:
-    """Return True if `logits` `[T, V]` are an output head applied to `hidden` `[T, H]` only."""
+    """Return True if `logits` `[T, V]` are only `head` applied to the hidden states `[T, H]`."""
     weight = cast(Tensor, head.weight)
     if hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
         return False
@@ -132,7 +131,7 @@ def is_plain(head: nn.Module, hidden: Tensor, logits: Tensor) -> bool:
 
 
 def require_finite(model: PreTrainedModel, logits: Sequence[Tensor]) -> None:
-    """Raise ConfigError if a logit of single sequences is not finite."""
+    """Raise ConfigError if a logit of the model is not finite."""
     if not all(bool(each.isfinite().all()) for each in logits):
         raise ConfigError(
             f"policy: logits of {type(model).__name__} are not finite in "
@@ -143,10 +142,10 @@ def require_finite(model: PreTrainedModel, logits: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def check_bitwise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Check that a model changed by `unstale.model.bitwise.use` ignores other sequences in a pass.
+    """Check that the logits of a sequence have the same bits whatever else is in the pass.
 
-    Raises ConfigError if they change a bit of a sequence's logits, or if the error of the logits is
-    too large for rounding.
+    `unstale.model.bitwise.use` has prepared the model. Raises ConfigError if another sequence
+    changes a bit, or if the error of the logits is too large for rounding.
     """
     sequences, changed = probe_sequences(tokenizer, vocab_size(model.get_input_embeddings()))
     packed, other = (_run(model, each).by_sequence for each in (sequences, changed))
@@ -175,7 +174,8 @@ def check_length(
     """Raise ConfigError if sequences of up to `max_context` tokens cannot be packed.
 
     Layers must attend causally or within a sliding window. A late position in one sequence must not
-    change other sequences. It does if rotary frequencies depend on the longest position of a pass.
+    change other sequences. It does change them if rotary frequencies depend on the longest position
+    of a pass.
     """
     vocabulary = vocab_size(model.get_input_embeddings())
     (other, short, *_), _ = probe_sequences(tokenizer, vocabulary)
@@ -216,7 +216,7 @@ def probe_sequences(
     """Return four short sequences, and the same four with the first and the last one changed.
 
     If packing keeps sequences apart, the logits of the middle two are the same in both lists. The
-    third and the fourth share a prefix, which tests the prefix tree.
+    third and the fourth share a prefix, which tests the sharing of prefixes.
     """
     texts = _texts(tokenizer) if tokenizer else []
     if any(len(set(text)) < 4 or max(text) >= vocabulary for text in texts):
@@ -279,8 +279,8 @@ def _run(
 ) -> _Pass:
     """Run packed sequences. Return logits, or with `hidden` the last hidden states.
 
-    With `last_position`, positions of the last sequence are shifted so that it ends there. All
-    positions are multiplied by `stretch`.
+    With `last_position`, the positions of the last sequence are shifted so that it ends at this
+    position. All positions are multiplied by `stretch`.
     """
     lengths = [len(sequence) for sequence in sequences]
     packed = Packed(torch.cat(list(sequences)), tuple(accumulate(lengths, initial=0)))
@@ -298,9 +298,9 @@ def _run(
 def logits_alone(
     model: PreTrainedModel, sequences: Sequence[Tensor], **options: Tensor
 ) -> list[Tensor]:
-    """Return the logits `[T, V]` of each sequence, from one unpacked pass for each.
+    """Return the logits `[T, V]` of each sequence, computed in a pass of its own.
 
-    `options` are further arguments of a pass, `[T]` each.
+    `options` are further arguments of each pass, such as positions `[T]`.
     """
     device = next(model.parameters()).device
     rows = {name: value[None].to(device) for name, value in options.items()}
@@ -312,9 +312,9 @@ def logits_alone(
 
 @contextmanager
 def in_precision(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Return a context in which the model computes in `dtype`, which is not narrower than its own.
+    """Return a context in which the model computes in `dtype`, which is at least its own precision.
 
-    The weights of a layer are converted only while the layer runs, so that little memory is needed.
+    The weights of a layer are converted only while the layer runs, to save memory.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inner = {id(part) for each in lists for layer in each for part in layer.modules()}
@@ -361,7 +361,7 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def _allowed(rounding: float, dtype: torch.dtype) -> float:
-    """Return the largest error of logits that rounding can explain, as a share of their norm.
+    """Return the largest error of logits that rounding can explain, relative to their norm.
 
     `rounding` is the error of transformers in `dtype`.
     """
@@ -369,12 +369,13 @@ def _allowed(rounding: float, dtype: torch.dtype) -> float:
 
 
 def allowed_wide(rounding: float, dtype: torch.dtype) -> float:
-    """Return the largest allowed difference of logits in the wider precision, over their norm.
+    """Return the largest allowed difference of two results in a wider precision.
 
-    It is a share of the norm of the logits. `rounding` is the error in `dtype`, the narrower
-    precision. The result lies between the rounding errors of both precisions: some models compute
-    parts in float32 even in a float64 pass. A model with discontinuous layers has a large error in
-    float32 even without packing, so in float32 at least half of the digits must agree.
+    The difference is relative to the norm of the logits. `rounding` is the error in `dtype`, the
+    model's own precision. The result lies between the rounding errors of both precisions, because
+    some models compute parts in float32 even in a float64 pass. A model with discontinuous layers
+    has a large error in float32 even without packing, so in float32 at least half of the digits
+    must agree.
     """
     eps = torch.finfo(torch.float32).eps
     if torch.finfo(dtype).bits >= 32:
@@ -383,11 +384,12 @@ def allowed_wide(rounding: float, dtype: torch.dtype) -> float:
 
 
 def largest_error(some: Sequence[Tensor], expected: Sequence[Tensor], *, median: bool) -> float:
-    """Return the largest error (`_error`) of the sequences' logits. NaN counts as infinite.
+    """Return the largest error of the logits of several sequences, relative to their norms.
 
-    With `median`, a sequence's error is the median over its tokens, and the median error of the
-    sequences' first tokens counts, too. A layer that mixes adjacent tokens changes the first token
-    of all sequences of a pass but the first. Rounding changes few of them.
+    NaN counts as infinite. With `median`, the error of a sequence is the median over its tokens.
+    The median of the errors of the sequences' first tokens then counts as well: a layer that mixes
+    adjacent tokens changes the first token of every packed sequence but the first, while rounding
+    changes few of them.
     """
     pairs = list(zip(some, expected, strict=True))
     errors = [_error(a, b, median=median) for a, b in pairs]
@@ -398,9 +400,9 @@ def largest_error(some: Sequence[Tensor], expected: Sequence[Tensor], *, median:
 
 
 def _error(logits: Tensor, expected: Tensor, *, median: bool) -> float:
-    """Return the error of a sequence's logits `[T, V]`, as a share of their norm.
+    """Return the error of a sequence's logits `[T, V]`, relative to their norm.
 
-    With `median`, return the median over the tokens: in a model with experts, rounding may change
+    With `median`, return the median over the tokens. In a model with experts, rounding may change
     the choice of an expert, and so all logits of a few tokens.
     """
     difference = (logits.double() - expected.double()).norm(dim=-1)

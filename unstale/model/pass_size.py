@@ -1,7 +1,7 @@
-"""The number of tokens of the largest forward pass that fits into memory.
+"""The largest forward pass, in tokens, that fits into memory.
 
-It is computed from the bytes that layers keep for each token until the backward pass, and from the
-free memory.
+It follows from the free memory, and from the bytes that layers keep for each token until the
+backward pass.
 """
 
 import math
@@ -16,19 +16,22 @@ if TYPE_CHECKING:  # `unstale plan` imports this file without torch
 
 _WORD = 2
 _FREE_SHARE = 0.75
-"""Share of a GPU's free memory for activations. The rest is for fragmentation and for the logits of
-the output head.
+"""Share of a GPU's free memory that activations may take. The rest is for fragmentation and for the
+logits of the output head.
 """
 _CPU_SHARE = 0.25
-"""Share of free main memory for activations. Other processes need some of the rest."""
+"""Share of free main memory that activations may take. Other processes need some of the rest."""
 _STEP = 256
-"""The number of tokens of a pass is a multiple of this, and at least this."""
+"""The number of tokens in a pass is a multiple of this."""
 MOST = {"cuda": 65_536, "cpu": 8_192}
 """Largest number of tokens of a forward pass, by kind of device. Longer passes are not faster."""
 
 
 class DecoderSizes(Protocol):
-    """The sizes of a decoder model with gated MLPs or experts, such as `planner.models.Model`."""
+    """The sizes of a decoder model with gated MLPs or experts.
+
+    They are counts of layers, heads and experts, and widths in features.
+    """
 
     @property
     def layers(self) -> int: ...
@@ -66,12 +69,12 @@ class _Sizes(NamedTuple):
 
 
 def layer_bytes(sizes: DecoderSizes, *, word: int = _WORD) -> int:
-    """Return the bytes that a layer keeps for each token until its backward pass.
+    """Return the bytes of activations that a layer keeps for each token until its backward pass.
 
     `word` is the size of an activation in bytes. The formula was found by counting, for Qwen3 and
     Qwen3-MoE of transformers in bfloat16. For each norm, a layer keeps its input in float32, and
-    its output twice. For queries and keys with norms it keeps the same, without norms one copy. It
-    keeps the values once, and the attention output twice. An MLP keeps four times its width. Each
+    its output twice. Queries and keys are kept in the same way if they have norms, otherwise once.
+    Values are kept once, and the attention output twice. An MLP keeps four times its width. Each
     expert of a token keeps its input, its output and four times its width.
     """
     each = 4 if sizes.qk_norm else 1
@@ -84,11 +87,11 @@ def layer_bytes(sizes: DecoderSizes, *, word: int = _WORD) -> int:
 
 
 def token_bytes(sizes: DecoderSizes, *, checkpointing: int, word: int = _WORD) -> int:
-    """Return the bytes that all layers keep for each token until their backward passes.
+    """Return the bytes of activations that all layers keep for each token until the backward pass.
 
-    `word` is the size of an activation in bytes. With gradient checkpointing of each Nth layer, one
-    of these layers at a time keeps everything that its backward pass needs, and the others keep
-    only their input. 0 is no checkpointing.
+    `word` is the size of an activation in bytes. `checkpointing` N means gradient checkpointing of
+    each Nth layer, and 0 none. Of the checkpointed layers, one at a time keeps all its activations,
+    and the others keep only their input.
     """
     layer = layer_bytes(sizes, word=word)
     again = math.ceil(sizes.layers / checkpointing) if checkpointing else 0
@@ -98,10 +101,11 @@ def token_bytes(sizes: DecoderSizes, *, checkpointing: int, word: int = _WORD) -
 def largest_pass(
     model: "nn.Module", *, free: float, word: int, checkpointing: int, trains: bool
 ) -> int:
-    """Return the largest number of tokens in a pass whose activations need at most `free` bytes.
+    """Return the number of tokens in the largest pass whose activations need at most `free` bytes.
 
-    `word` is the size of an activation in bytes. A pass without gradient (`trains` False) keeps the
-    activations of one layer at a time.
+    The result is at least 256, and at most the device's number in `MOST`. `word` is the size of an
+    activation in bytes. `checkpointing` is as in `token_bytes`. A pass without gradient (`trains`
+    False) keeps the activations of one layer at a time.
     """
     sizes = _sizes_of(model)
     one = token_bytes(sizes, checkpointing=checkpointing, word=word)
@@ -115,7 +119,7 @@ def largest_pass(
 def free_bytes(device: "torch.device", *, reserved: float, ranks: int) -> float:
     """Return the number of bytes of a device's memory that activations may take.
 
-    `reserved` bytes will be needed for other data. The main memory is shared by `ranks` processes,
+    `reserved` bytes are kept free for other data. The main memory is shared by `ranks` processes,
     each of which reserves as many. The result may be negative.
     """
     if device.type == "cuda":
@@ -127,7 +131,6 @@ def free_bytes(device: "torch.device", *, reserved: float, ranks: int) -> float:
 
 
 def total_bytes(device: "torch.device") -> int:
-    """Return the size of a GPU's memory in bytes."""
     import torch
 
     return torch.cuda.mem_get_info(device)[1]
@@ -136,7 +139,7 @@ def total_bytes(device: "torch.device") -> int:
 def _free_main_memory(root: Path = Path("/")) -> int:
     """Return the free bytes of main memory, or of the container's memory limit if that is less.
 
-    Cached files count as free, because the kernel drops them when a process needs the memory.
+    Cached files count as free memory.
     """
     free = 1024 * _numbers(root / "proc/meminfo")["MemAvailable:"]
     limit, used = root / "sys/fs/cgroup/memory.max", root / "sys/fs/cgroup/memory.current"
@@ -148,7 +151,7 @@ def _free_main_memory(root: Path = Path("/")) -> int:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers in a file by name. Each line of the file has a name, then a number."""
+    """Return the numbers in a file, such as /proc/meminfo, by the name at the start of the line."""
     lines = map(str.split, path.read_text().splitlines())
     return {name: int(number) for name, number, *_ in lines}
 

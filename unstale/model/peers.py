@@ -25,35 +25,35 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks of a process group. By default, a single process without a group.
+    """The ranks of a process group, and this process's `rank` among its `count` ranks.
 
-    Tensors given to the methods are on the CPU.
+    By default, it is a single process without a group. Tensors given to the methods are on the CPU.
     """
 
     rank: int = 0
     count: int = 1
     context: ContextGroup | None = None
-    """The group of ranks that divide the tokens of each forward pass, with this rank among them.
-    None if each pass runs on one rank.
+    """The ranks, this one included, that together run one forward pass by dividing its tokens. None
+    if each pass runs on one rank.
     """
     replicas: int = 1
-    """Number of copies of the divided model. Each copy is divided among `count // replicas`
-    neighbouring ranks.
+    """Number of copies of the model. Each copy is divided among `count // replicas` neighbouring
+    ranks.
     """
     divides_experts: bool = False
-    """True if each rank has some experts of a layer as a whole, and tokens are sent to the ranks of
-    their experts.
+    """True if each rank has whole experts of a layer, and tokens are sent to the ranks of their
+    experts.
     """
     group: "ProcessGroup | None" = None
-    """The group with which the methods communicate. None for torch's default process group."""
+    """The process group that the methods use. None means torch's default process group."""
 
     @classmethod
     def of_group(cls) -> "RankGroup":
-        """Return the ranks of the process group that this process has joined."""
+        """Return the ranks of torch's default process group, which this process has joined."""
         return cls(dist.get_rank(), dist.get_world_size())
 
     def in_context_groups(self, size: int) -> "RankGroup":
-        """Return a copy in which groups of `size` ranks divide the tokens of each pass.
+        """Return a copy in which groups of `size` ranks each divide the tokens of a pass.
 
         All ranks must call this. Raises ValueError unless `size` divides the number of ranks.
         """
@@ -80,12 +80,12 @@ class RankGroup:
     def is_first_replica(self) -> bool:
         """True if this rank has a part of the first copy of the model.
 
-        The first copy is published.
+        Only the first copy's weights are published to engines.
         """
         return self.rank < self.count // self.replicas
 
     def for_another_thread(self) -> "RankGroup":
-        """Return a copy with a second process group, for use by another thread at the same time.
+        """Return a copy with a second process group, which another thread can use at the same time.
 
         All ranks must call this. The second group exchanges only values in main memory.
         """
@@ -95,17 +95,19 @@ class RankGroup:
 
     @property
     def reports(self) -> bool:
-        """True if this rank reports the results of its passes: one rank of each context group
-        does.
+        """True if this rank reports the results of its passes.
+
+        If several ranks divide the tokens of each pass, only one of them does.
         """
         return self.context is None or self.context.rank == 0
 
     def deal(self, costs: Sequence[int]) -> list[tuple[int, bool]]:
-        """Distribute passes over the ranks by their costs. Return the passes that this rank runs.
+        """Distribute forward passes over the ranks by their costs.
 
-        A pass is (index in `costs`, True if its result counts). All ranks run equally many passes,
-        because they exchange weights in each. Every pass counts on one rank, or on all ranks of one
-        context group. A rank with too few passes runs the cheapest one again, which does not count.
+        Return the passes that this rank runs. A pass is (index in `costs`, True if its result
+        counts). All ranks run equally many passes, because they exchange weights in each. Every
+        pass counts on one rank, or on all ranks that divide its tokens. A rank with too few passes
+        runs the cheapest one again, which does not count.
 
         >>> RankGroup(0, 2).deal([5, 9, 1]), RankGroup(1, 2).deal([5, 9, 1])
         ([(1, True), (2, False)], [(0, True), (2, True)])
@@ -127,20 +129,26 @@ class RankGroup:
         return [(i, True) for i in mine] + [(cheapest, False)] * (rounds - len(mine))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all ranks of a tensor of the same shape. `tensor` is overwritten."""
+        """Return the sum of the ranks' tensors, which must have equal shapes.
+
+        `tensor` is overwritten.
+        """
         if self.count > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def largest(self, number: int) -> int:
-        """Return the largest of the ranks' numbers. All ranks receive it."""
+        """Return the largest number that any rank has given."""
         largest = torch.tensor(number)
         if self.count > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return int(largest)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in the order of the ranks. Values must be picklable."""
+        """Return the values that all ranks have given, in the order of the ranks.
+
+        They must be picklable.
+        """
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
@@ -150,7 +158,7 @@ class RankGroup:
     def gather_to_first(self, value: T) -> list[T]:
         """Return the values of all ranks on the first rank, and an empty list on the others.
 
-        The ranks need not all have memory for all values. Values are copied by pickle.
+        So only the first rank needs memory for all values. They must be picklable.
         """
         if self.count == 1:
             return [value]
@@ -171,11 +179,11 @@ class RankGroup:
 
     @contextmanager
     def fail_together(self, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
-        """Return a context in which an error in one rank's body is raised on every rank.
+        """Return a context that raises an error on every rank if its body fails on one rank.
 
         `kinds` are the classes of such errors. Without this, the other ranks would wait for the
-        failed rank forever. The body may have collectives, such as the passes of a divided model,
-        only if errors of these kinds are raised after the last collective, or on all ranks.
+        failed rank forever. If the body has collectives, such as the passes of a divided model,
+        errors of these kinds must be raised after the last collective, or on all ranks.
         """
         error: Exception | None = None
         try:
@@ -195,9 +203,9 @@ SINGLE_PROCESS = RankGroup()
 
 @cache
 def _divided_groups(world: "ProcessGroup", count: int, size: int) -> "tuple[ProcessGroup, ...]":
-    """Return the groups of `size` successive ranks.
+    """Return the process groups of `size` successive ranks each.
 
-    The first call creates these process groups, so all ranks must call this.
+    The first call creates them, so all ranks must call this.
     """
     starts = range(0, count, size)
     return tuple(dist.new_group(list(range(start, start + size))) for start in starts)
@@ -207,6 +215,6 @@ def _divided_groups(world: "ProcessGroup", count: int, size: int) -> "tuple[Proc
 def _second_group(world: "ProcessGroup") -> "ProcessGroup":
     """Return a second process group of all ranks.
 
-    The first call creates it, so all ranks must call this.
+    The first call creates the group, so all ranks must call this.
     """
     return dist.new_group(backend="gloo")

@@ -1,4 +1,5 @@
-"""Pictures as input of vision-language models: from files to pixels, and from pixels to states.
+"""Pictures as input of vision-language models: from files to pixels, and from pixels to hidden
+states.
 
 The vision tower is frozen. So the features of a picture are the same in every version of the
 weights, and are computed once for each picture.
@@ -27,22 +28,24 @@ from unstale.model.prefix_tree import Packed, PrefixTree, build_prefix_tree
 from unstale.pictures import FIRST, PictureError, PictureStore, numbers_in
 
 TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")
-"""Values of `model_type` in `config.json` whose models get pictures. Others read only text."""
+"""Supported vision-language models, by `model_type` in `config.json`. Other models read only
+text.
+"""
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files of a model folder that describe how pictures become pixels."""
+"""Files of a model folder that describe how a picture is converted to pixels."""
 MAX_BYTES = 20 << 20
-"""Largest size of a picture's file."""
+"""Largest size of a picture's file, in bytes."""
 MAX_PIXELS = 1 << 25
 _CACHE_BYTES = 256 << 20
-"""Bytes of memory for the features of recent pictures."""
+"""Most bytes of memory for the features of recent pictures."""
 
 
 def reads_pictures(folder: Path) -> bool:
-    """Return True if the model in a folder gets pictures."""
+    """Return True if the model in a folder is a supported vision-language model."""
     return read_mapping(folder / "config.json").get("model_type") in TYPES
 
 
@@ -52,14 +55,17 @@ def decoder_of(model: Any) -> Any:
 
 
 def tower_names(model: Any) -> frozenset[str]:
-    """Return the names of the parameters that are not of the language model. They are frozen."""
+    """Return the names of all parameters outside the language model.
+
+    Training never changes them.
+    """
     trained = {id(each) for each in decoder_of(model).parameters()}
     trained |= {id(each) for each in model.get_output_embeddings().parameters()}
     return frozenset(name for name, each in model.named_parameters() if id(each) not in trained)
 
 
 def freeze_tower(model: Any) -> frozenset[str]:
-    """Let no step change the parameters of `tower_names`, and return these names."""
+    """Exclude the parameters of `tower_names` from training, and return their names."""
     names = tower_names(model)
     for name in names:
         model.get_parameter(name).requires_grad_(False)
@@ -67,9 +73,10 @@ def freeze_tower(model: Any) -> frozenset[str]:
 
 
 def processor_class(kind: str) -> type[Any]:
-    """Return the class of transformers that makes the inputs of a type of model in `TYPES`.
+    """Return the processor class of transformers for a `model_type` in `TYPES`.
 
-    Its objects need no packages for videos.
+    A processor converts text and pictures to inputs of the model. This class does not need the
+    packages for videos.
     """
     import transformers
     from transformers.models.auto import processing_auto
@@ -86,16 +93,16 @@ def processor_class(kind: str) -> type[Any]:
 
 
 _BROKEN = (OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, struct.error)
-"""The errors that Pillow raises for files that are no pictures, or damaged."""
+"""The errors that Pillow raises for damaged files, and for files that are not pictures."""
 
 
 class PictureReader:
-    """Turns the files of pictures into tokens, and stores their pixels."""
+    """A converter of picture files to tokens. It also stores the pixels in a `PictureStore`."""
 
     def __init__(self, folder: Path, tokenizer: Any, store: PictureStore) -> None:
         """Load the processor of the model in a folder.
 
-        Raises ConfigError if it has none, or if Pillow is missing.
+        Raises ConfigError if the folder has no processor, or if Pillow is not installed.
         """
         try:
             import PIL.Image
@@ -115,13 +122,14 @@ class PictureReader:
             )
             self._processor = processor_class(kind)(image, tokenizer, **own)
         self.token = int(self._processor.image_token_id)
-        """The token that the chat template writes for a picture."""
+        """The id of the token that the chat template writes for a picture."""
         self._known: dict[str, tuple[int, ...]] = {}
 
     def tokens(self, data: bytes) -> tuple[int, ...]:
-        """Return the tokens of a picture's file, such as a PNG, and store its pixels.
+        """Return the tokens that stand for a picture, and store its pixels.
 
-        Raises `PictureError` if it is not a picture, or too large.
+        `data` is the picture's file, such as a PNG. Raises `PictureError` if it is not a picture,
+        or too large.
         """
         digest = hashlib.sha256(data).hexdigest()
         if self.store.find(digest) is None:
@@ -129,9 +137,9 @@ class PictureReader:
         return self.known(digest)
 
     def known(self, digest: str) -> tuple[int, ...]:
-        """Return the tokens of a picture whose file had this SHA-256.
+        """Return the tokens of a stored picture. `digest` is the SHA-256 of its file.
 
-        Raises KeyError if the store lacks it.
+        Raises KeyError if the store does not have the picture.
         """
         if digest not in self._known:
             number = self.store.find(digest)
@@ -175,34 +183,37 @@ class PictureReader:
 
 
 _PIXELS = -1
-"""The number of a picture's own tokens in the store. Some processors write others between them."""
+"""The number that stands for a token of a picture's pixels in the store. Some processors write
+other tokens between these.
+"""
 _INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
 """The processor's outputs that a model's `get_image_features` reads."""
 _Features = tuple[Tensor, ...]
-"""The features `[n, H]` of a picture's n tokens: their embeddings, then what some models add to the
-states of further layers.
+"""The features `[n, H]` of a picture's n tokens: first their embeddings, then what some models add
+to the hidden states of further layers.
 """
 
 
 class PictureInputs:
-    """Computes the inputs of a language model from tokens and the pictures among them."""
+    """The inputs of a language model, computed from tokens and from the pictures among them."""
 
     def __init__(self, reader: PictureReader) -> None:
         self.reader = reader
         self._features: OrderedDict[tuple[Any, ...], _Features] = OrderedDict()
         self._num_bytes = 0
         self._grids: dict[int, tuple[int, Tensor]] = {}
-        """The number of tokens of known pictures, and their sizes in time, height and width."""
+        """The number of tokens of each known picture, and its size in time, height and width."""
 
     @property
     def store(self) -> PictureStore:
         return self.reader.store
 
     def states(self, model: Any, tokens: Tensor, *, start: int = 0, cache: Any = None) -> Any:
-        """Run the language model on `tokens[start:]`. Return its output, without logits.
+        """Run the language model on `tokens[start:]`.
 
-        `tokens` `[n]` are a whole sequence, or its beginning. `cache` has the keys and values of
-        the first `start` tokens, and gets the others. None if nothing is cached.
+        Return transformers' output, which has no logits. `tokens` `[n]` are a whole sequence, or
+        its beginning. `cache` has the keys and values of the first `start` tokens, and receives
+        those of the others. If it is None, nothing is cached.
         """
         embedding = model.get_input_embeddings()
         device = embedding.weight.device
@@ -223,7 +234,7 @@ class PictureInputs:
         return decoder_of(model)(inputs_embeds=states[None], **options)
 
     def packed(self, model: Any, run: PrefixTree) -> dict[str, Any]:
-        """Return the arguments with which the language model computes a prefix tree."""
+        """Return the arguments with which transformers' language model runs on a prefix tree."""
         embedding = model.get_input_embeddings()
         device = embedding.weight.device
         tokens = run.tokens
@@ -277,10 +288,10 @@ class PictureInputs:
         return self._grids[number]
 
     def _rows(self, model: Any, tokens: Tensor, start: int) -> tuple[Tensor, _Features]:
-        """Return the places in `tokens[start:]` of tokens of pictures, and these tokens' features.
+        """Return the places of picture tokens in `tokens[start:]`, and their features.
 
-        The k-th token of a picture has row k modulo the number of its tokens, because a sequence
-        may have the picture several times.
+        The k-th token of a picture has the feature row k modulo the number of its tokens, because a
+        sequence may have the picture several times.
         """
         places, found = [torch.empty(0, dtype=torch.long)], []
         for number in numbers_in(tokens[start:].tolist()):
@@ -295,7 +306,10 @@ class PictureInputs:
 
     @torch.no_grad()
     def features(self, model: Any, number: int) -> _Features:
-        """Return the features of a picture. Raises `PictureError` if its pixels are lost."""
+        """Return the features of a stored picture. `number` is the picture's number in the store.
+
+        Raises `PictureError` if its pixels are lost.
+        """
         weight = model.get_input_embeddings().weight
         key = number, weight.dtype, weight.device
         if key in self._features:
@@ -319,14 +333,17 @@ class PictureInputs:
 def load_pictures(
     folder: Path, tokenizer: Any, store: PictureStore | None = None
 ) -> PictureInputs | None:
-    """Return what computes the inputs of a vision-language model. None if it reads only text."""
+    """Return the `PictureInputs` of the model in a folder. None for a model of text only."""
     if not reads_pictures(folder):
         return None
     return PictureInputs(PictureReader(folder, tokenizer, store or PictureStore()))
 
 
 class PictureProbe:
-    """A text with three pictures, two of them equal, and the logits of its tokens."""
+    """A test input: a text with three pictures, of which two are equal.
+
+    The methods return the logits of its n tokens, computed in different ways.
+    """
 
     def __init__(self, pictures: PictureInputs) -> None:
         reader = copy.copy(pictures.reader)
@@ -341,7 +358,7 @@ class PictureProbe:
         self._tokens = torch.tensor([5, 6, *first, 7, 8, *second, 9, *first, 10, 11])
 
     def plain(self, model: Any) -> list[Tensor]:
-        """Return the logits `[n, V]` that transformers computes from its processor's inputs."""
+        """Return the logits `[n, V]` that transformers computes, with its own processor."""
         processor = self._inputs.reader._processor
         one, other = self._images
         text = [processor.image_token * 3]
@@ -356,9 +373,9 @@ class PictureProbe:
         return [model(input_ids=tokens, use_cache=False, **options).logits[0]]
 
     def packed(self, model: Any, run: Callable[..., Tensor]) -> list[Tensor]:
-        """Return the logits `[n, V]` of the text, packed with its beginning and another text.
+        """Return the logits `[n, V]` of a pass in which the text is packed with two others.
 
-        `run` is `run_model`.
+        `run` is `forward.run_model`.
         """
         sequences = [self._tokens[-2:], self._tokens, self._tokens[:-1]]
         ends = [0, *accumulate(map(len, sequences))]
@@ -368,7 +385,10 @@ class PictureProbe:
         return [model.get_output_embeddings()(hidden)]
 
     def logits(self, model: Any, parts: int) -> list[Tensor]:
-        """Return the logits `[n, V]` of `PictureInputs`, in `parts` that continue a cache."""
+        """Return the logits `[n, V]` that `PictureInputs.states` gives, computed in `parts` calls.
+
+        Each call continues the key-value cache of the call before.
+        """
         cache = None if parts == 1 else DynamicCache(config=decoder_of(model).config)
         ends = [len(self._tokens) * (part + 1) // parts for part in range(parts)]
         found = []

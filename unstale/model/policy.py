@@ -1,7 +1,8 @@
 """The policy: a language model with its tokenizer, which computes log-probabilities of tokens.
 
-Sequences are packed end to end without padding. A prefix that several sequences share is computed
-once (`prefix_tree`). Models whose sequences cannot be packed compute each one apart (`apart`).
+Sequences are packed end to end without padding. A prefix that several sequences have in common is
+computed once (`prefix_tree`). If a model's sequences cannot be packed, each one has a forward pass
+of its own (`apart`).
 """
 
 import copy
@@ -70,8 +71,8 @@ from unstale.records import Batch, count_tokens
 from unstale.routed_experts import num_experts
 
 Placement = Literal["twin", "own"]
-"""The model that computes log-probabilities under past versions: a second one (`twin`), or the
-trained one (`own`).
+"""The model that computes log-probabilities under past versions of the weights: a second model
+(`twin`), or the trained model, into which past weights are copied (`own`).
 """
 
 
@@ -79,13 +80,13 @@ class Policy:
     """A causal language model with its tokenizer and the version number of its weights.
 
     `version` counts published weights. `weights_match_version` is True while the weights are still
-    those of `version`: until the next optimizer step. The model is in eval mode, so a
-    log-probability depends only on weights and tokens. With LoRA, the weights of the policy are
+    those of `version`, and becomes False with the next optimizer step. The model is in eval mode,
+    so a log-probability depends only on weights and tokens. With LoRA, the policy's weights are
     only the adapters, and `base` is the checksum of the frozen model.
 
-    If the model is divided among the ranks `peers` (sharded), all ranks must call the same methods
-    in the same order. Each rank holds its part of the weights and runs its share of the passes of
-    `score`.
+    If the model is divided among several ranks (`peers`), all ranks must call the same methods in
+    the same order. Each rank holds its part of the weights. The forward passes of `score` are
+    distributed over the ranks.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a policy
@@ -99,9 +100,11 @@ class Policy:
         pictures: PictureInputs | None = None,
     ) -> None:
         self.pictures = pictures
-        """Computes the inputs of a vision-language model. None if the model reads only text."""
+        """The `PictureInputs` of a vision-language model. None if the model reads only text."""
         self._frozen = freeze_tower(model) if pictures else frozenset[str]()
-        """Names of parameters that no step changes, and that are not among the weights."""
+        """Names of parameters that training never changes. They do not count as weights of the
+        policy.
+        """
         if lora:
             adapters.inject(model, lora, without=self._frozen)
         self.lora = lora
@@ -110,14 +113,14 @@ class Policy:
         self.model = _use_packing(model)
         self.tokenizer = tokenizer
         self._dtype: torch.dtype | None = None
-        """The precision of forward passes. None: the precision of the parameters."""
+        """The precision of forward passes. None means the precision of the parameters."""
         self._held: dict[str, Tensor] | None = None
-        """Weights in main memory that replace the model's weights only during `score`. None if the
-        model itself has this policy's weights.
+        """This policy's weights in main memory, if the model has other weights. They replace the
+        model's weights during `score`. None if the model has this policy's weights.
         """
         self._readers: list[Callable[[], None]] = []
-        """Functions that wait until other threads have stopped reading the weights. See
-        `lend_weights`.
+        """Functions that wait until another thread has stopped reading the weights
+        (`lend_weights`).
         """
         self._version = 0
         self.weights_match_version = True
@@ -125,11 +128,13 @@ class Policy:
         self.checked_length = 0
         """The largest number of tokens for which `check_length` has checked the model."""
         self._short_copy: PreTrainedModel | None = None
-        """For a sharded model: a whole model with few layers, which exists until `check_length` has
-        run.
+        """A whole model with few layers, on which a sharded model is checked. None after
+        `check_length`, and if the model is not sharded.
         """
         self.computes_apart = False
-        """True if each sequence has a forward pass of its own, because it cannot be packed."""
+        """True if each sequence has a forward pass of its own, because sequences cannot be
+        packed.
+        """
         if self._is_sharded:
             self._short_copy = _use_packing(sharding.shorter_copy(model))
         self._run_model: Callable[..., Tensor] = partial(run_model, pictures=pictures)
@@ -141,7 +146,7 @@ class Policy:
             packability = self._compute_apart(refusal)
         self._plain_head = packability.plain_head
         self.packing_noise = packability.noise
-        """Largest change of a log-probability, in nats, by other sequences packed with it, as
+        """Largest change of a log-probability, in nats, by other sequences in the same pass. It was
         measured when the model was loaded. 0 in a dense model.
         """
         if self._is_sharded:
@@ -157,7 +162,7 @@ class Policy:
         """The folder from which the weights were loaded. None once they have changed."""
         self.passes = ForwardOptions()
         self.independent_rows = False
-        """True if the model was loaded with the option `independent_rows` of `load`."""
+        """True if the model was loaded with `independent_rows` (see `load`)."""
         self._logit_bias: Tensor | None = None
         self._expert_layers: ExpertLayers | None = None
         self._body: Callable[..., Any] = self._whole
@@ -180,11 +185,11 @@ class Policy:
 
         If `device` is None, the model is loaded to the GPU, or to the CPU if there is none. `lora`
         adds adapters. With several `peers`, each rank loads its part to its own device. With
-        `independent_rows`, a log-probability of an MoE model does not depend on the sequences it is
-        packed with. On a GPU this takes more memory and time, because each token's experts are
-        computed separately. A policy that is not `trained` only scores, and has no float32 weights
-        for an optimizer. `chat_template` is that of `load_tokenizer`.
-        `pictures` has the pixels of a vision-language model's pictures, by default a new store.
+        `independent_rows`, a log-probability of an MoE model does not depend on the other sequences
+        of the pass. On a GPU this takes more memory and time, because each token's experts are
+        computed separately. A policy with `trained` False only scores, and has no float32 weights
+        for an optimizer. `chat_template` is that of `load_tokenizer`. `pictures` stores the pixels
+        of a vision-language model's pictures. If it is None, a new store is created.
         """
         folder = Path(folder)
         require_model(folder)
@@ -222,15 +227,18 @@ class Policy:
             return policy
 
     def open_pictures(self, run: Path) -> None:
-        """Keep the pixels of pictures in a run folder, if the model reads pictures."""
+        """Store the pixels of pictures in the folder `run`.
+
+        Do nothing if the model reads only text.
+        """
         if self.pictures:
             self.pictures.store.open(run / PICTURES)
 
     def _compute_apart(self, refusal: ConfigError) -> Packability:
-        """Compute each sequence in a forward pass of its own from now on.
+        """From now on, compute each sequence in a forward pass of its own.
 
-        `refusal` says why sequences cannot be packed. Raises ConfigError if the model cannot be
-        computed in this way either, or if trainer ranks would divide a sequence.
+        `refusal` says why sequences cannot be packed. Raises ConfigError if the model's
+        log-probabilities are wrong in this way, too, or if ranks divide the tokens of a pass.
         """
         name = type(self.model).__name__
         if self.peers.context:
@@ -258,7 +266,7 @@ class Policy:
         return found
 
     def _prepared(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Prepare another model of this architecture for forward passes, as this policy's is."""
+        """Prepare another model of this architecture for the same kind of forward passes."""
         _use_packing(model)
         if self.computes_apart:
             apart.set_attention(model, self.model.config._attn_implementation)
@@ -270,14 +278,14 @@ class Policy:
 
     @property
     def _whole(self) -> Any:
-        """The model without its output head. If the head is not one linear map, the whole model."""
+        """The model without its output head. The whole model if the head is not one linear map."""
         return self.model.base_model if self._plain_head else self.model
 
     def set_forward_options(self, passes: ForwardOptions) -> None:
         """Set the options of forward passes, also for copies that `twin` makes later.
 
-        Raises ConfigError if the model does not support an option, and ValueError if the number
-        format changes after it was set.
+        Raises ConfigError if the model does not support an option. Raises ValueError if a number
+        format was set before and would change.
         """
         if passes == self.passes:
             return
@@ -309,7 +317,7 @@ class Policy:
     def has_experts(self) -> bool:
         """True for an MoE model.
 
-        On a CPU, only such a model may round differently if sequences are packed.
+        Such a model may round differently if its sequences are packed, even on a CPU.
         """
         return self.num_experts > 0
 
@@ -319,19 +327,19 @@ class Policy:
         return self._expert_layers is not None
 
     def replay_experts(self) -> None:
-        """Use recorded experts in forward passes, here and in copies that `twin` makes later.
+        """Use recorded experts in forward passes, also in copies that `twin` makes later.
 
-        All peers must call this. Raises ConfigError if the model does not support it.
+        All ranks must call this. Raises ConfigError if the model does not support it.
         """
         if self._expert_layers is None:
             self._expert_layers = replay_experts(self.model)
 
     def check_length(self, max_context: int) -> None:
-        """Compute sequences apart if those of `max_context` tokens cannot be packed.
+        """Check that sequences of up to `max_context` tokens can be packed.
 
-        Beyond some length, a model with another attention pattern, or with position embeddings that
-        depend on other sequences, would have wrong log-probabilities. Raises ConfigError if they
-        would be wrong in passes of one sequence, too.
+        If not, each sequence gets a forward pass of its own from then on. Beyond some length,
+        packing may be wrong for models with unusual attention masks or position embeddings. Raises
+        ConfigError if log-probabilities would be wrong in passes of one sequence, too.
         """
         if max_context <= self.checked_length:
             return
@@ -349,7 +357,7 @@ class Policy:
         self.checked_length, self._short_copy = max_context, None
 
     def check_context(self, ranks: int) -> None:
-        """Raise ConfigError unless the tokens of a pass can be divided among `ranks` ranks."""
+        """Raise ConfigError if `ranks` ranks cannot divide the tokens of a forward pass."""
         if ranks == 1:
             return
         if ROUND % ranks:
@@ -367,7 +375,7 @@ class Policy:
 
     @property
     def merging(self) -> Merging | None:
-        """The facts that an engine needs to add the LoRA adapters to its base weights.
+        """What an engine must know to add the LoRA adapters to its base weights.
 
         None without adapters.
         """
@@ -381,7 +389,10 @@ class Policy:
         )
 
     def require_base(self, base: int) -> None:
-        """Raise ConfigError if the adapters were trained on base weights with another checksum."""
+        """Raise ConfigError if the checksum `base` is not that of this policy's base weights.
+
+        It belongs to LoRA adapters, which fit only the base weights on which they were trained.
+        """
         if base != self.base:
             raise ConfigError(
                 f"policy: the adapters were trained on other weights than those in "
@@ -399,7 +410,7 @@ class Policy:
         self.weights_match_version = True
 
     def assign_new_version(self, version: int) -> None:
-        """Assign a new, higher version number to the current weights.
+        """Give the current weights a new, higher version number, after a resume.
 
         The numbers between the old and the new one were published before a crash and must not be
         used again. Raises ValueError if `version` is not higher than all earlier numbers.
@@ -414,9 +425,9 @@ class Policy:
         self._version = version
 
     def follow_version(self, version: int, version_gaps: VersionGaps) -> None:
-        """Set the version and the version gaps to those of the policy in the run's main process.
+        """Copy version number and version gaps from the policy in the run's main process.
 
-        Trainer ranks call this, because the main process counts the versions.
+        Trainer ranks call this, because only the main process counts versions.
         """
         if version_gaps != self.version_gaps:  # a resume gave the same weights a new number
             self.version_gaps = version_gaps
@@ -425,9 +436,7 @@ class Policy:
             self.version = version
 
     def lag(self, version: Tensor | int) -> Tensor:
-        """Return the number of batches by which the policy is newer than each version
-        (`lag_of`).
-        """
+        """Return how many batches the policy was trained on since each `version`."""
         return lag_of(torch.as_tensor(version), at=self._version, version_gaps=self.version_gaps)
 
     @property
@@ -440,23 +449,26 @@ class Policy:
         return self._dtype or next(self.model.parameters()).dtype
 
     def travel_dtype(self, engine: torch.dtype) -> torch.dtype:
-        """Return the dtype in which weights are sent to an engine whose dtype is `engine`.
+        """Return the dtype in which weights are sent to an engine with the dtype `engine`.
 
-        It is the engine's dtype. Adapters are sent in the precision of forward passes.
+        This is `engine`. LoRA adapters are sent in the precision of forward passes instead.
         """
         return self.dtype if self.lora else engine
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The token ids that end a reply, from the model's generation config. May be empty."""
+        """The ids of the tokens that end a reply, from the model's generation config.
+
+        May be empty.
+        """
         named = getattr(self.model.generation_config, "eos_token_id", None)
         return tuple(named) if isinstance(named, list) else () if named is None else (int(named),)
 
     def twin(self, placement: Placement = "twin") -> "Policy":
-        """Return a frozen copy with separate weights, into which other versions can be loaded.
+        """Return a frozen copy with its own weights, into which other versions can be loaded.
 
-        With the placement `own`, the copy takes no memory on the device. It shares this policy's
-        model. Its weights are in main memory, and during `score` they take the place of the model's
+        With `placement` "own", the copy shares this policy's model and takes no memory on the
+        device. Its weights are in main memory. During `score` they temporarily replace the model's
         weights.
         """
         twin = copy.copy(self)
@@ -489,9 +501,9 @@ class Policy:
         return twin
 
     def with_weights(self, weights: dict[str, Tensor]) -> "Policy":
-        """Return a policy that shares this model and has other weights, given in main memory.
+        """Return a policy with this policy's model but its own `weights`, in main memory.
 
-        During `score` these weights replace the model's.
+        During `score` these weights temporarily replace the model's.
         """
         other = copy.copy(self)
         other._held = weights
@@ -501,8 +513,8 @@ class Policy:
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that forward passes use, by name, without a copy.
 
-        Tied weights appear once. For a sharded model, return this rank's parts, which are copies if
-        the optimizer's weights have another precision.
+        Tied weights appear once. For a sharded model, return this rank's parts. These are copies if
+        the optimizer's weights have another precision than forward passes.
         """
         if self._held is not None:
             return self._held
@@ -511,11 +523,11 @@ class Policy:
         return {name: tensor.to(self.dtype) for name, tensor in self._live().items()}
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
-        """Return the weights in the model's folder as float32, by name, on the CPU.
+        """Return the weights of the model's folder as float32, by name, on the CPU.
 
-        An optimizer with float32 weights starts from them, because the model in bfloat16 or float16
-        has lost digits. Return {} in all other cases: if the model has all digits, its weights have
-        changed, it is sharded (its parts are float32 already), or it has LoRA adapters.
+        An optimizer with float32 weights starts from them, because a model in bfloat16 or float16
+        has lost digits. Return {} if the model has lost none, if its weights have changed since
+        loading, if it is sharded (its parts are float32 already), or if it has LoRA adapters.
         """
         if self._folder is None or self._is_sharded or self.lora:
             return {}
@@ -530,10 +542,9 @@ class Policy:
         return {name: parameter.detach() for name, parameter in wide.named_parameters()}
 
     def part_starts(self) -> dict[str, int] | None:
-        """Return for each weight the start of this rank's part, as an index in the flattened
-        weight.
+        """Return where this rank's part of each weight starts, as an index in the flattened weight.
 
-        Return None if this process has whole weights, as is always so for adapters.
+        Return None if this process has whole weights. LoRA adapters are always whole.
         """
         tensors = self._tensors()
         if not any(map(sharding.is_sharded, tensors.values())):
@@ -541,9 +552,7 @@ class Policy:
         return {name: sharding.first_number(tensor) for name, tensor in tensors.items()}
 
     def whole_weights(self) -> WholeWeights:
-        """Return the weights of forward passes, gathered from all ranks, to be read one at a
-        time.
-        """
+        """Return the whole weights of forward passes, gathered from all ranks one at a time."""
         tensors = self._tensors()
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         if self._is_sharded:  # the optimizer's weights may be wider
@@ -560,21 +569,21 @@ class Policy:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of this process's part of the model, in the precision of forward passes."""
+        """The size in bytes of this process's part of the model, in the dtype of passes."""
         parts = [sharding.local(parameter.detach()) for parameter in self.model.parameters()]
         if self._is_sharded:  # the optimizer's weights may be wider
             return sum(part.numel() for part in parts) * self.dtype.itemsize
         return sum(part.nbytes for part in parts)
 
     def parts_of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts of whole weights, by name."""
+        """Return this rank's parts of whole `weights`, by name."""
         return sharding.parts_of(weights, self._tensors()) if self._is_sharded else dict(weights)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy `weights` into the model. `weights_match_version` becomes False.
+        """Copy `weights` into the model, and set `weights_match_version` to False.
 
-        For a sharded model, `weights` are this rank's parts. Raises ValueError unless names and
-        shapes match.
+        For a sharded model, `weights` are this rank's parts. Raises ValueError if names or shapes
+        do not match.
         """
         current = self.weights()
         if current.keys() != weights.keys():
@@ -591,17 +600,17 @@ class Policy:
         self.weights_match_version = False
 
     def lend_weights(self, wait: Callable[[], None]) -> None:
-        """Allow another thread to read the weights until they next change.
+        """Let another thread read the weights until they change.
 
-        Before they change, `wait` is called. It must return when the thread no longer reads them.
+        `wait` is called before the next change. It must return when the thread has stopped reading.
         """
         if wait not in self._readers:
             self._readers.append(wait)
 
     def reclaim_weights(self) -> None:
-        """Wait until no other thread reads the weights. Call it before changing them.
+        """Wait until no other thread reads the weights (`lend_weights`).
 
-        Raises the error of such a thread.
+        Call this before changing them. Raises the error of a thread that failed while reading.
         """
         while self._readers:
             self._readers.pop()()
@@ -631,14 +640,15 @@ class Policy:
         return weights | buffers
 
     def _live(self) -> dict[str, Tensor]:
-        """Return this process's tensors with which the model computes, by name."""
+        """Return by name the tensors of this process with which the model computes."""
         return {name: sharding.local(tensor) for name, tensor in self._tensors().items()}
 
     @contextmanager
     def _weights_in_model(self) -> Iterator[None]:
         """Return a context in which the model has the weights of this policy.
 
-        They are copied into the model if they are in main memory.
+        Weights in main memory are copied into the model, and the model's own are restored at the
+        end.
         """
         if self._held is None:
             yield
@@ -656,8 +666,8 @@ class Policy:
     def save(self, folder: Path | str, *, base: bool = False) -> None:
         """Save a Hugging Face model folder with tokenizer and chat template.
 
-        With LoRA, the adapters are added to the saved weights. They are also saved separately, in
-        the subfolder `adapter` in PEFT's format. With `base` the model is saved without adapters.
+        With LoRA, the adapters are added to the saved weights, and also saved in PEFT's format in
+        the subfolder `adapter`. With `base`, the base weights are saved instead, without adapters.
         Raises OSError if a file cannot be written.
         """
         whole = self.model
@@ -677,7 +687,7 @@ class Policy:
 
     @property
     def logit_bias(self) -> tuple[tuple[int, float], ...]:
-        """The tokens whose logits are changed in every log-probability, and what is added."""
+        """The biases of `bias_logits`, as pairs (token, number that is added to its logit)."""
         if self._logit_bias is None:
             return ()
         ids = self._logit_bias.nonzero().squeeze(1)
@@ -685,10 +695,10 @@ class Policy:
         return tuple(pairs)
 
     def bias_logits(self, bias: Sequence[tuple[int, float]]) -> None:
-        """Add a number to the logits of some tokens, in every log-probability from now on.
+        """Add a constant to the logits of some tokens in all later log-probabilities.
 
-        `bias` has tokens and numbers, and replaces the bias before. Saved models are without it.
-        Raises ValueError for a token that is not in the vocabulary.
+        `bias` has pairs (token, constant) and replaces any earlier bias. It is not saved with the
+        model. Raises ValueError for a token that is not in the vocabulary.
         """
         head = self.model.config.get_text_config().vocab_size
         if wrong := [token for token, _ in bias if token >= head]:
@@ -707,7 +717,7 @@ class Policy:
 
         The result is on the model's device, in float32 (float64 for a float64 model), with a
         gradient if gradients are enabled. It is 0 for the first token of each sequence, and for
-        tokens not in `where` (`[T]` bool).
+        tokens outside the mask `where` (`[T]` bool). None means all tokens.
         """
         logp, _ = self.logps_and_entropy(
             batch, temperature=temperature, where=where, with_entropy=False
@@ -723,11 +733,11 @@ class Policy:
         with_entropy: bool = True,
         entropy_sample: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-probability and the entropy of each token's distribution, both `[T]`.
+        """Return each token's log-probability, and the entropy of its distribution, both `[T]`.
 
-        The entropy is in nats and 0 where it is not computed. `entropy_sample` (`[T]` bool, within
-        `where`) limits it to some tokens and gives it no gradient. This costs little and is enough
-        for a metric.
+        The log-probability is that of `logps`. The entropy is in nats, and 0 where it is not
+        computed. With `entropy_sample` (`[T]` bool, within `where`), it is computed only for these
+        tokens and without a gradient. This costs little and is enough for a metric.
         """
         logp, entropy, _ = self.compared(
             batch,
@@ -749,10 +759,10 @@ class Policy:
         with_entropy: bool = True,
         entropy_sample: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `logps_and_entropy` does, and each token's divergence from a teacher, `[T]`.
+        """Return log-probability, entropy and divergence from a teacher of each token, `[T]` each.
 
-        The divergence is 0 without `compare`. The targets of `compare` are the tokens in `where`
-        that are not the first of a sequence.
+        The first two are those of `logps_and_entropy`. The divergence is 0 if `compare` is None.
+        The target tokens of `compare` are those in `where` that are not the first of a sequence.
         """
         run = self.prefix_tree(batch, where)
         wanted = run.follows if where is None else run.follows & where.cpu()
@@ -781,10 +791,11 @@ class Policy:
 
     @torch.no_grad()
     def teacher_rows(self, batch: Batch | Packed, where: Tensor) -> tuple[Tensor, nn.Module]:
-        """Return the inputs `[R, H]` of the output head before each token in `where`, and the head.
+        """Return the hidden states `[R, H]` that predict some tokens, and the output head.
 
-        `where` is `[T]` bool. The first token of a sequence is left out. Raises ValueError if the
-        model is divided among trainer ranks.
+        The tokens are those in the mask `where` (`[T]` bool) that do not begin a sequence. If the
+        head is more than one linear map, return logits and the identity instead. Raises ValueError
+        for a sharded model.
         """
         if self._is_sharded:
             raise ValueError("teacher_rows needs a whole model")
@@ -796,9 +807,9 @@ class Policy:
 
     @torch.no_grad()
     def next_logps(self, tokens: Sequence[int], *, temperature: float) -> Tensor:
-        """Return the log-probability of each token of the vocabulary after `tokens`, `[V]`.
+        """Return the log-probability `[V]` of every token of the vocabulary after `tokens`.
 
-        Raises ValueError if the model is divided among trainer ranks, or there are no tokens.
+        Raises ValueError for a sharded model, and if `tokens` is empty.
         """
         if self._is_sharded or not tokens:
             raise ValueError("next_logps needs a whole model and at least one token")
@@ -812,9 +823,9 @@ class Policy:
         return scaled.log_softmax(-1).cpu()
 
     def _targets(self, run: PrefixTree, index: Tensor) -> Tensor:
-        """Return the tokens at `index` `[R]`, of which log-probabilities are computed.
+        """Return the tokens at `index` `[R]`, whose log-probabilities are computed.
 
-        Tokens of pictures are those that the chat template writes for them.
+        For a token of a picture, return the token that the chat template writes for a picture.
         """
         targets = run.tokens[run.place[index]]
         if self.pictures:
@@ -822,9 +833,10 @@ class Policy:
         return targets.to(self.device)
 
     def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, ...]:
-        """Run one forward pass for a query. Return log-probabilities and entropies, `[R]` each.
+        """Run a forward pass and answer `query`.
 
-        `rows` `[R]` are the indices in the prefix tree of the tokens before the query's targets.
+        Return its log-probabilities and entropies, `[R]` each. `rows` `[R]` are the indices in the
+        prefix tree of the tokens before the query's targets.
         """
         rows = rows.to(self.device)
         query = replace(query, logit_bias=self._logit_bias)
@@ -841,11 +853,12 @@ class Policy:
     def gradient_norm(
         self, batch: Batch | Packed, where: Tensor, *, temperature: float, head_only: bool
     ) -> float:
-        """Return the norm of the gradient of the sum of log-probabilities of the tokens in `where`.
+        """Return the norm of the gradient of the summed log-probability of the tokens in `where`.
 
-        The gradient is with respect to all trained parameters, or only the output head's. `where`
-        is `[T]` bool. The parameters' `grad` does not change. Raises ValueError for a sharded
-        model, and with `head_only` for a head that is not one trained linear map.
+        `where` is a `[T]` bool mask. The gradient is with respect to all trained parameters, or
+        with `head_only` to the output head's. The parameters' `grad` does not change. Raises
+        ValueError for a sharded model, and with `head_only` for a head that is not one trained
+        linear map.
         """
         if self._is_sharded:
             raise ValueError("a sharded model has no gradient of one sequence")
@@ -884,11 +897,12 @@ class Policy:
         max_tokens_per_microbatch: int,
         with_entropy: bool = False,
     ) -> Scored:
-        """Return log-probabilities of the tokens in `where` (`[T]` bool), without gradient.
+        """Return log-probabilities of the tokens in the mask `where` (`[T]` bool).
 
-        A forward pass has at most `max_tokens_per_microbatch` tokens, unless one sequence is
-        longer. Each sequence is run only up to its last token in `where`. `with_entropy` adds the
-        entropies of the distributions from which these tokens were chosen, in nats.
+        They have no gradient. A forward pass has at most `max_tokens_per_microbatch` tokens, unless
+        one sequence is longer. Each sequence is run only up to its last token in `where`. With
+        `with_entropy`, the result also has the entropies of the distributions from which these
+        tokens were drawn, in nats.
         """
         logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
         entropy = torch.zeros_like(logp) if with_entropy else logp.new_empty(0)
@@ -916,14 +930,14 @@ class Policy:
 
     @property
     def has_plain_head(self) -> bool:
-        """True if the logits are one linear map of the last hidden states."""
+        """True if the output head is one linear map of the last hidden states."""
         return self._plain_head
 
     def states_before(self, run: PrefixTree, where: Tensor) -> Tensor:
-        """Return the last hidden state before each token in `where` (`[T]` bool), `[R, H]`.
+        """Return the last hidden state `[R, H]` before each token in `where` (`[T]` bool).
 
-        Tokens that begin a sequence are left out. The model must have a plain head. The states have
-        a gradient if gradients are enabled.
+        Tokens that begin a sequence are left out. The output head must be one linear map
+        (`has_plain_head`). The states have a gradient if gradients are enabled.
         """
         index = (run.follows & where).nonzero().squeeze(1)
         if self._is_sharded:  # only a pass of the whole model gathers its parameters
@@ -942,10 +956,11 @@ class Policy:
         *,
         max_tokens_per_microbatch: int,
     ) -> Scored:
-        """Return values that `read` computes for the tokens in `where` (`[T]` bool), as a `Scored`.
+        """Return one number for each token in the mask `where` (`[T]` bool), computed by `read`.
 
-        `read` maps the states of `states_before`, `[R, H]`, to numbers `[R]`, which take the place
-        of log-probabilities. Passes are limited as in `score`.
+        `read` maps the hidden states before these tokens (`states_before`), `[R, H]`, to numbers
+        `[R]`. The result is a `Scored` whose `logp` has these numbers. Forward passes have at most
+        `max_tokens_per_microbatch` tokens, as in `score`.
         """
         values = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
         packed = self._packed(batch, where)
@@ -966,7 +981,7 @@ class Policy:
         return Scored(self.peers.sum(values), total)
 
     def require_layer(self, depth: float) -> None:
-        """Raise ConfigError if `hidden_means` cannot read the layer at the share `depth`."""
+        """Raise ConfigError if `hidden_means` does not support this model. `depth` is as there."""
         find_layer(self.model, depth)
 
     @torch.no_grad()
@@ -981,10 +996,9 @@ class Policy:
     ) -> HiddenMeans:
         """Return means of the hidden states of one layer, and the entropies of sampled tokens.
 
-        `marks` `[T, m]` bool has m sets of tokens. Each mean is over one sequence's tokens of one
-        set. `depth`, above 0 and at most 1, is the layer's share of the model's depth. Passes are
-        limited to `max_tokens_per_microbatch` tokens as in `score`. Raises ValueError for a sharded
-        model.
+        `depth` chooses the layer: above 0, and 1 for the last one. `marks` `[T, m]` bool has m sets
+        of tokens. Each mean is over the tokens of one set in one sequence. Passes have at most
+        `max_tokens_per_microbatch` tokens, as in `score`. Raises ValueError for a sharded model.
         """
         if self._is_sharded:
             raise ValueError("the hidden states of a sharded model cannot be read")
@@ -1033,11 +1047,11 @@ class Policy:
         *,
         where: Tensor,
     ) -> list[list[int]]:
-        """Distribute spans `(start, end)` of tokens over forward passes.
+        """Distribute spans `(start, end)` of a batch's tokens over forward passes.
 
-        Return the indices of the spans of each pass. A pass has at most `max_tokens_per_microbatch`
-        tokens, unless one span is longer. `where` (`[T]` bool) is True for the tokens whose
-        log-probability is needed.
+        Return the indices of the spans in each pass. A pass has at most `max_tokens_per_microbatch`
+        tokens, unless one span is longer. The mask `where` (`[T]` bool) has the tokens whose
+        log-probabilities are needed.
         """
         if self.computes_apart and self._is_sharded:
             # Ranks gather weights together, so all run the model equally often in a pass: once.
@@ -1057,16 +1071,18 @@ class Policy:
     ) -> PrefixTree:
         """Return packed sequences as a prefix tree, in which shared prefixes appear once.
 
-        A prefix tree is returned unchanged. `where` (`[T]` bool) is True for the tokens whose
-        log-probability is needed, by default the sampled tokens. The recorded experts that the pass
-        uses depend on it (`ExpertTable.rows`).
+        A prefix tree is returned unchanged. The mask `where` (`[T]` bool) has the tokens whose
+        log-probabilities are needed, by default the sampled tokens. Which recorded experts the pass
+        uses depends on it (`ExpertTable.rows`).
         """
         if isinstance(batch, PrefixTree):
             return batch
         return build_prefix_tree(self._packed(batch, where), share=self._shares_prefixes)
 
     def _packed(self, batch: Batch | Packed, where: Tensor | None) -> Packed:
-        """Return the sequences of a batch, with recorded experts and kept sets of their tokens."""
+        """Return the sequences of a batch, with recorded experts and sampling sets of their
+        tokens.
+        """
         if isinstance(batch, Packed):
             return batch
         routed_experts = None
@@ -1086,7 +1102,7 @@ def _expert_options(folder: Path, device: str, *, independent_rows: bool) -> dic
 
 
 def _use_packing(model: PreTrainedModel) -> PreTrainedModel:
-    """Prepare a model for packed forward passes and return it in eval mode."""
+    """Prepare a model for packed forward passes, in place, and return it in eval mode."""
     linear.use(model)
     expert_products.use(model)
     fused.use(model)

@@ -2,7 +2,7 @@
 
 The nodes of the tree are segments, which are runs of tokens. A sequence is a path from a root to a
 node. Segments are stored depth first. So all tokens that continue a segment are one contiguous
-span, which can attend to the segment in one call.
+span, which attends to the segment in one call.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,10 +18,14 @@ from unstale.model.context import ContextGroup
 from unstale.records import token_positions
 
 MIN_SHARED = 16
-"""Shortest prefix that is shared. Sharing fewer tokens takes longer than computing them twice."""
+"""Least number of tokens of a shared prefix. Sharing fewer takes longer than computing them
+twice.
+"""
 
 ROUND = 32
-"""The length of every pass is a multiple of this number, so that few different shapes occur."""
+"""The number of tokens in a pass is padded to a multiple of this, so that few different shapes
+occur.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,12 @@ class Packed:
     tokens: Tensor
     offsets: tuple[int, ...]
     routed_experts: Tensor | None = None
-    """`[T, layers, k]`: the recorded experts that the pass uses for each token. None: the routers
-    choose experts.
+    """`[T, layers, k]`: the recorded experts that a forward pass uses for each token. None means
+    that the model's routers choose experts.
     """
     kept_sets: KeptSets | None = None
-    """The set of tokens over which each of the T log-probabilities is normalised. None: the whole
-    vocabulary.
+    """The sets of tokens over which the T log-probabilities are normalised, because sampling was
+    truncated to them. None means the whole vocabulary.
     """
 
     @property
@@ -49,16 +53,16 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens, `[start, end)` of a pass, that a set of sequences has in common.
+    """A run of tokens that the same sequences have in common: `[start, end)` of a pass.
 
-    The tokens that follow it in any of these sequences are `[end, last)` of the pass.
+    The tokens that follow it, in any of these sequences, are `[end, last)` of the pass.
     """
 
     start: int
     end: int
     last: int
     path: tuple[tuple[int, int], ...] = ()
-    """Spans `(start, end)` of the segments before this one, in the same sequences."""
+    """Spans `(start, end)` of the earlier segments of the same sequences, from the root on."""
 
     @property
     def depth(self) -> int:
@@ -68,48 +72,49 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The N tokens of one forward pass, which computes T packed tokens.
+    """The N tokens of one forward pass, for sequences with T tokens in all.
 
-    N is a multiple of `ROUND`, so the last segment may be padding. N may be smaller than T, because
-    shared prefixes appear once.
+    N may be smaller than T, because shared prefixes appear once. N is a multiple of `ROUND`, so the
+    last tokens may be padding.
     """
 
     tokens: Tensor
     positions: Tensor
     place: Tensor
-    """`[T]`: the index in `tokens` of each packed token."""
+    """`[T]`: the index among the N tokens of each token of the sequences."""
     follows: Tensor
-    """`[T]` bool: True for tokens that follow another one. False for the first token of each
-    sequence, which nothing predicts.
-    """
+    """`[T]` bool: False for the first token of each sequence, which has no log-probability."""
     segments: tuple[Segment, ...]
     num_tokens: int
     """The number of tokens without padding."""
     routed_experts: Tensor | None = None
-    """`[N, layers, k]`: the recorded experts that the pass uses for each token. None: the routers
-    choose experts.
+    """`[N, layers, k]`: the recorded experts that the pass uses for each token. None means that the
+    model's routers choose experts.
     """
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
-    """Attention masks that all layers use, by `(queries, depth, window)`. Filled by `mask`."""
+    """A cache of attention masks for all layers, by `(queries, depth, window)`. `mask` fills it."""
     layouts: dict[str, Any] = field(default_factory=dict, compare=False)
-    """The tree in the form that attention kernels read, by device. Filled by `layout_of`."""
+    """A cache of the tree in the form that attention kernels read, by device.
+    `tree_attention.layout_of` fills it.
+    """
     kept_sets: KeptSets | None = None
-    """The set of tokens over which each of the T log-probabilities is normalised. None: the whole
+    """The sets of tokens over which the T log-probabilities are normalised. None means the whole
     vocabulary.
     """
     context: ContextGroup | None = None
-    """The ranks that divide the tokens of the pass. None if this process runs all tokens."""
+    """The ranks that divide the N tokens of the pass. None if this process runs all tokens."""
 
     @property
     def own_tokens(self) -> slice:
-        """The range of `tokens` that this process computes."""
+        """The slice of the N tokens that this process runs."""
         return self.context.slice_of(len(self.tokens)) if self.context else slice(None)
 
     def mask(self, queries: int, depth: int, window: int | None, device: torch.device) -> Tensor:
-        """Return `[queries, depth + queries]` bool: True where a query attends to a key.
+        """Return an attention mask `[queries, depth + queries]`: True for attended keys.
 
-        The queries are tokens of one segment, after `depth` tokens. `window` is the number of
-        tokens to which a query attends, its own included, or None for all earlier tokens.
+        The queries are the tokens of one segment, which has `depth` tokens before it. `window` is
+        the number of tokens to which a query attends, its own included. None means all earlier
+        tokens.
         """
         key = queries, depth, window
         if key not in self.masks:
@@ -120,9 +125,9 @@ class PrefixTree:
 
 
 def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
-    """Return the prefix tree of packed sequences. Without `share`, no prefix is shared.
+    """Return packed sequences as a prefix tree. Without `share`, no prefix is shared.
 
-    Sequences share a token only if the recorded experts to use for it are the same, too.
+    Sequences share a token only if their recorded experts for it are the same, too.
     """
     tokens = packed.tokens.cpu()
     routed_experts = packed.routed_experts
@@ -169,16 +174,12 @@ def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
-    """Return the bytes `[T, n]` of each row."""
     return rows.contiguous().reshape(len(rows), -1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """Sequences with the same first `depth` tokens, and `MIN_SHARED` or more equal ones after.
-
-    It may also be a single sequence.
-    """
+    """A sequence, or several that agree in at least `depth` + `MIN_SHARED` tokens."""
 
     members: list[int]
     path: tuple[tuple[int, int], ...]
@@ -201,7 +202,9 @@ class _Builder:
         self._places = [place[start:end] for start, end in spans]
         self._starts = [start for start, _ in spans]
         self.sources: list[tuple[int, int]] = []
-        """For each stored segment, the span of packed tokens from which its tokens are taken."""
+        """For each segment: the span `(start, end)` of packed tokens from which its tokens are
+        taken.
+        """
         self.segments: list[Segment] = []
         self._size = 0
 
@@ -223,7 +226,7 @@ class _Builder:
                 stack += self._branches(item.members, path, depth)
 
     def _add_segment(self, branch: _Branch) -> Segment:
-        """Store the longest prefix that all sequences of the branch share, as a new segment."""
+        """Add a segment with the longest prefix that all sequences of the branch share."""
         begin = branch.depth
         end = begin + self._shared_length(branch)
         segment = Segment(
@@ -243,8 +246,8 @@ class _Builder:
     ) -> list[_Branch]:
         """Group sequences that have more than `depth` tokens by their next `MIN_SHARED` tokens.
 
-        A sequence with fewer than `MIN_SHARED` tokens left is a group of its own. The groups are in
-        reverse order, because the caller puts them on a stack.
+        A sequence with fewer tokens left is a group of its own. The groups are in reverse order,
+        because the caller puts them on a stack.
         """
         groups: dict[object, list[int]] = {}
         for member in members:

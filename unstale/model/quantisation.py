@@ -5,8 +5,8 @@ to the largest value of the format. Each number is rounded to the nearest value 
 then to the usual precision, in which products are computed. So nothing becomes faster.
 
 An engine rounds the weights that it loads and, in `fp8` and `int8`, the input of each layer. The
-trainer can do the same (arXiv 2601.14243, Jet-RL). Weights then get the gradient of the rounded
-weights (straight-through, arXiv 1308.3432).
+trainer can do the same (arXiv 2601.14243, Jet-RL). A weight then gets the gradient of its rounded
+copy (straight-through, arXiv 1308.3432).
 """
 
 import math
@@ -25,7 +25,8 @@ from unstale.model import linear
 _IN_LAYER = re.compile(r"\.\d+\.")
 _ROUTER = re.compile(r"(^|[._])(gate|router)\.weight$")
 _STACKED = (".gate_up_proj", ".down_proj")
-"""Ends of the names of weights that have all experts of a layer in one tensor `[experts, out, in]`.
+"""Ends of the names of weights that have all experts of a layer in one tensor `[experts, out,
+in]`.
 """
 
 
@@ -34,53 +35,47 @@ class Format:
     """A number format with few values, and the blocks of numbers that share a scale."""
 
     largest: float
-    """The largest number that the format has."""
+    """The largest value of the format."""
     nearest: Callable[[Tensor], Tensor]
-    """A function that rounds float32 numbers of at most `largest` to values of the format."""
+    """A function that rounds float32 numbers, of at most `largest`, to values of the format."""
     weight_block: tuple[int, int]
-    """Number of rows and columns of a weight `[out, in]` that share a scale. 0 columns: all
+    """Number of rows and of columns of a weight `[out, in]` that share a scale. 0 means all
     columns.
     """
     activation_block: int | None
-    """Number of successive features of a token that share a scale. 0: all features. None:
-    activations are not rounded.
+    """Number of successive features of a token that share a scale. 0 means all features. None means
+    that activations are not rounded.
     """
     stored: torch.dtype
-    """The dtype in which numbers of the format are stored. It has one byte."""
+    """The one-byte dtype in which values of the format are stored."""
     scales_of: Callable[[Tensor, float], Tensor] = torch.div
-    """A function of the largest absolute number of each block, `[..., R, 1, C, 1]`, and `largest`,
-    that returns the scales.
+    """A function that returns the scales of blocks. Its arguments are the largest absolute number
+    of each block, `[..., R, 1, C, 1]`, and `largest`.
     """
 
     def weight(self, weight: Tensor) -> Tensor:
-        """Return a weight `[..., out, in]` rounded to this format. Its dtype does not change."""
+        """Return a weight `[..., out, in]` rounded to this format, in the same dtype."""
         return self._rounded(weight, *self.weight_block)
 
     def activations(self, rows: Tensor) -> Tensor:
-        """Return the input `[..., in]` of a layer rounded to this format.
-
-        Its dtype does not change.
-        """
+        """Return a layer's input `[..., in]` rounded to this format, in the same dtype."""
         if self.activation_block is None:
             return rows
         flat = rows.reshape(-1, rows.shape[-1])
         return self._rounded(flat, 1, self.activation_block).view(rows.shape)
 
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values of a rounded weight, `[..., out, in]` int8, and their scales.
+        """Return a weight rounded to this format, as stored values and scales.
 
-        The int8 numbers are the bytes of `stored`. The scales are float32, one for each block:
-        `[..., out / rows, in / columns]`.
+        The values are `[..., out, in]` int8 with the bytes of `stored`. The scales are float32, one
+        for each block: `[..., out / rows, in / columns]`.
         """
         values, scales = self._divided(weight, *self.weight_block)
         codes = _joined(values, weight.shape).to(self.stored)
         return codes.view(torch.int8), scales.squeeze(-1).squeeze(-2)
 
     def unpack(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rounded weight from the results of `pack`.
-
-        It has the same bits as that of `weight`.
-        """
+        """Return the rounded weight from the results of `pack`. It has the bits of `weight`."""
         values = _blocks(codes.view(self.stored).float(), *self.weight_block)
         return _joined(values * scales[..., :, None, :, None], codes.shape).to(dtype)
 
@@ -112,7 +107,7 @@ def _blocks(numbers: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _joined(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """Join blocks to numbers of a shape `[..., R, C]`, without the padding."""
+    """Undo `_blocks`: return numbers of a shape `[..., R, C]`, without the padding."""
     return blocks.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]]
 
 
@@ -132,7 +127,7 @@ def _nearest_e2m1(values: Tensor) -> Tensor:
 
 
 def _nvfp4_scales(sizes: Tensor, largest: float) -> Tensor:
-    """Return scales in e4m3, times a scale of the whole matrix."""
+    """Return scales in e4m3, multiplied by one float32 scale of the whole matrix."""
     top = sizes.amax((-4, -2), keepdim=True) / (largest * _LARGEST_E4M3)
     shares = sizes / (largest * torch.where(top > 0, top, 1.0))
     return torch.where(sizes > 0, _nearest_e4m3(shares).clamp(min=_SMALLEST_E4M3) * top, 0.0)
@@ -157,12 +152,12 @@ FORMATS = {
 (arXiv 2412.19437). `int8` has one scale for each output row of a weight and for each token, as
 LLM.int8() (arXiv 2208.07339). `int4` rounds only weights, in groups of 32, as GPTQ and AWQ do.
 `nvfp4` and `mxfp4` round only weights, to e2m1. The scales of `nvfp4` are e4m3 for 16 weights, with
-a float32 scale of the matrix; those of `mxfp4` are powers of 2 for 32 weights (OCP MX 1.0).
+a float32 scale of the matrix. Those of `mxfp4` are powers of 2 for 32 weights (OCP MX 1.0).
 """
 
 
 def is_quantised(name: str, weight: Tensor) -> bool:
-    """Return True if a weight is rounded: the matrix of a linear layer, or those of experts.
+    """Return True if number formats round this weight: the matrix of a linear layer, or of experts.
 
     Routers, embeddings and the output head are not rounded.
 
@@ -179,10 +174,9 @@ def is_quantised(name: str, weight: Tensor) -> bool:
 
 
 def quantised(name: str, weight: Tensor, kind: str) -> Tensor:
-    """Return a weight rounded to the format `kind`.
+    """Return a weight rounded to the number format `kind`, a name in `FORMATS` or "none".
 
-    It is unchanged if `kind` is "none", or if weights of this name and shape are not rounded (see
-    `is_quantised`).
+    With "none", and for a weight that is not rounded (`is_quantised` False), return it unchanged.
     """
     if kind == "none" or not is_quantised(name, weight):
         return weight
@@ -190,10 +184,10 @@ def quantised(name: str, weight: Tensor, kind: str) -> Tensor:
 
 
 def round_activations(model: nn.Module, kind: str) -> None:
-    """Make a model round the inputs of its linear layers to the format `kind`, in place.
+    """Make a model round the inputs of its linear layers to the number format `kind`, in place.
 
-    Nothing is done for "none", and for a format that rounds only weights. Use this only for models
-    that compute no gradient.
+    Do nothing for "none", and for a format that rounds only weights. Use this only for models that
+    compute no gradient.
     """
     if kind == "none" or FORMATS[kind].activation_block is None:
         return
@@ -205,9 +199,9 @@ def round_activations(model: nn.Module, kind: str) -> None:
 def quantise_passes(model: nn.Module, kind: str, published: torch.dtype) -> None:
     """Make the forward passes of a model round its weights and activations, in place.
 
-    The parameters keep their values, and get the gradient of the rounded weights. `published` is
-    the dtype in which an engine receives the weights. They are rounded to it first, so that trainer
-    and engine round the same numbers. Nothing is done for the `kind` "none".
+    `kind` is the number format. With "none", do nothing. The parameters keep their values, and get
+    the gradient of the rounded weights. `published` is the dtype in which an engine receives the
+    weights. They are rounded to it first, so that trainer and engine round the same numbers.
     """
     if kind == "none":
         return
@@ -232,9 +226,9 @@ def _quantised_modules(model: nn.Module) -> list[tuple[nn.Module, tuple[str, ...
 def _quantised_class(
     base: type[nn.Module], names: tuple[str, ...], kind: str, published: torch.dtype
 ) -> type[nn.Module]:
-    """Return a subclass of a module's class that computes with its parameters `names` rounded.
+    """Return a subclass of `base` that computes with rounded values of the parameters `names`.
 
-    The parameters themselves remain in `_parameters`, where optimizers and checkpoints find them.
+    Optimizers and checkpoints still find the parameters themselves, in `_parameters`.
     """
     if issubclass(base, nn.Linear):
 
@@ -271,10 +265,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _RoundedLinear(torch.autograd.Function):
-    """A linear layer with rounded weight and input.
-
-    Both are rounded again in the backward pass, so that no rounded copy takes memory until then.
-    """
+    """A linear layer with rounded weight and input. Both are rounded again in the backward pass."""
 
     @staticmethod
     def forward(  # noqa: PLR0913 - the layer and its number formats

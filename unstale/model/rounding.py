@@ -1,14 +1,14 @@
 """Stochastic rounding of float32 weights to bfloat16 or float16 (arXiv 2010.06192).
 
-A number lies between two adjacent numbers of the narrower format. It becomes the upper one with a
-probability that is its distance from the lower one, as a share of the distance of the two. So the
+A number lies between two adjacent numbers of the narrower format. It is rounded up with a
+probability that is its distance from the lower one, divided by the distance between the two. So the
 expected result is the number itself, and an update smaller than that distance is not lost. A number
 that the format can represent is not changed. A finite number below 65536 never becomes infinite.
 
 The random bits are a function of the run's seed, the optimizer step, the name of the tensor and the
 index in the whole tensor. They do not depend on the device or on how a tensor is divided among
-ranks, and a resumed run draws the same bits. `rounding.c`, `gpu_kernels` and `_round` compute the
-same results.
+ranks, and a resumed run draws the same bits. The kernels in `rounding.c` and `gpu_kernels` give the
+same results as the code for torch.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from unstale.model.kernels import gpu_kernels, kernels
 SOURCE = Path(__file__).with_name("rounding.c")
 
 NARROW = (torch.bfloat16, torch.float16)
-"""The formats to which weights can be rounded."""
+"""The dtypes to which weights can be rounded."""
 
 CHUNK = 1 << 20
-"""Number of weights that torch rounds at once. Rounding takes up to 50 bytes for each."""
+"""Number of weights that torch rounds at once. Each takes up to 50 bytes of memory meanwhile."""
 
 BLOCK = 1 << 32
-"""Number of elements of a tensor for which the same keys give random bits. The hashed index of an
-element has 32 bits.
+"""Number of elements of a tensor whose random bits have the same keys. The index that is hashed
+with the keys has 32 bits.
 """
 
 _INFINITE = 0x7F800000
@@ -39,16 +39,16 @@ _NOT_NEGATIVE = 0x7FFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The seed of the random bits for one rounding of all weights."""
+    """The numbers from which one rounding of all weights draws its random bits."""
 
     seed: int
     step: int
     """The number of the optimizer step after which the weights are rounded."""
 
     def keys(self, name: str, block: int) -> tuple[int, int]:
-        """Return two 32-bit numbers, the keys of the random bits for one block of a tensor.
+        """Return the two 32-bit keys of the random bits for one block of a tensor.
 
-        `name` is the tensor's name. `block` counts blocks of `BLOCK` elements from 0.
+        `name` is the tensor's name. `block` is the number of the block of `BLOCK` elements, from 0.
         """
         text = f"{self.seed} {self.step} {block} {name}".encode()
         digest = hashlib.blake2b(text, digest_size=8).digest()
@@ -59,11 +59,11 @@ class Draw:
 def round_stochastically(
     weights: Tensor, out: Tensor, draw: Draw, *, name: str, first: int = 0
 ) -> None:
-    """Round float32 `weights` into `out`, which has the same shape and is bfloat16 or float16.
+    """Round float32 `weights` into `out`, a bfloat16 or float16 tensor of the same shape.
 
-    Both are contiguous and on one device. `weights` may be a part of the whole tensor `name`, in
-    which its first element has index `first`. Raises ValueError for other dtypes and for tensors
-    that are not contiguous.
+    Both are contiguous and on one device. `weights` may be a part of the tensor `name`, whose
+    element `first` is the part's first. Raises ValueError for other dtypes and for tensors that are
+    not contiguous.
     """
     fits = weights.shape == out.shape and weights.is_contiguous() and out.is_contiguous()
     if not fits or weights.dtype != torch.float32 or out.dtype not in NARROW:
@@ -83,8 +83,7 @@ def round_stochastically(
 def _round_block(wide: Tensor, narrow: Tensor, first: int, keys: tuple[int, int]) -> None:
     """Round the elements of one block of a tensor stochastically from `wide` into `narrow`.
 
-    `first` is the index of the first element in the tensor, and `keys` set the random bits. So the
-    result does not depend on the division into blocks.
+    `first` is the index of the first element in its block. `keys` are those of the random bits.
     """
     is_half = narrow.dtype == torch.float16
     if wide.is_cuda and (gpu := gpu_kernels()) is not None:
@@ -99,7 +98,7 @@ def _round_block(wide: Tensor, narrow: Tensor, first: int, keys: tuple[int, int]
 
 
 def _random_bits(first: int, count: int, keys: tuple[int, int], device: torch.device) -> Tensor:
-    """Return 32 random bits for each of `count` indices from `first` on, `[count]` int32."""
+    """Return 32 random bits for each index from `first` to `first + count - 1`, `[count]` int32."""
     low, high = keys
     x = _words(torch.arange(first, first + count, device=device) + low)
     x = (x ^ _right(x, 17)) * _word(0xED5AD4BB)
@@ -126,7 +125,7 @@ def _round(weights: Tensor, bits: Tensor, *, is_half: bool) -> Tensor:
 
 
 def _to_float16(size: Tensor, bits: Tensor) -> Tensor:
-    """Return the bits of rounded float16 numbers, given the float32 bits of absolute values."""
+    """Round absolute values, given as float32 bits, to float16. Return the bits."""
     normal = (_right(size + _right(bits, 19) - (112 << 23), 13)).clamp(max=0x7BFF)
     # Below 2^-14 all neighbours are multiples of 2^-24.
     is_small = size < 0x38800000
@@ -140,15 +139,12 @@ def _to_float16(size: Tensor, bits: Tensor) -> Tensor:
 
 
 def _right(words: Tensor, places: int) -> Tensor:
-    """Shift the bits of int32 words to the right. Zeros fill the left."""
     return (words >> places) & ((1 << (32 - places)) - 1)
 
 
 def _words(numbers: Tensor) -> Tensor:
-    """Return the lowest 32 bits of int64 numbers, as int32."""
     return numbers.to(torch.int32)
 
 
 def _word(number: int) -> int:
-    """Return the int32 with the same bits as an unsigned number of 32 bits."""
     return number - (1 << 32) if number >= 1 << 31 else number

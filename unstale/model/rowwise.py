@@ -1,8 +1,8 @@
 """Products and log-probabilities that have the same bits in the engine and in the trainer, on CPUs.
 
-`rowwise.c` computes a row of a result from one row of the input, with sums in a fixed order. So a
-value does not depend on the other rows of a call or on the number of threads. With a bfloat16
-weight the input is rounded to bfloat16. Sums and results are always float32.
+The kernels in `rowwise.c` compute a row of a result only from one row of the input, with sums in a
+fixed order. So a value does not depend on the other rows of a call or on the number of threads.
+With a bfloat16 weight the input is rounded to bfloat16. Sums and results are always float32.
 """
 
 from functools import cache
@@ -24,18 +24,18 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Panels(NamedTuple):
-    """A weight `[columns, depth]` in the layout of `rowwise.c`, as `pack` returns it."""
+    """A weight `[columns, depth]` in the layout that `rowwise.c` reads. `pack` creates it."""
 
     values: Tensor
     columns: int
     depth: int
     dtype: torch.dtype
-    """The dtype of the weight. `values` may be float32 for a bfloat16 weight."""
+    """The dtype of the original weight. `values` may be float32 even if this is bfloat16."""
 
 
 @cache
 def _kernels() -> Kernels:
-    """Return the compiled functions of `rowwise.c`. Raises ConfigError without a compiler."""
+    """Return the compiled functions of `rowwise.c`. Raises ConfigError if it cannot be compiled."""
     try:
         return Kernels(SOURCE)
     except NotCompiled as error:
@@ -57,7 +57,7 @@ def require_kernels() -> None:
 
 
 def pack(weight: Tensor) -> Panels:
-    """Return a copy of a weight `[columns, depth]` by which `product` can multiply.
+    """Return a copy of a weight `[columns, depth]` in the layout for `product`.
 
     Raises ValueError unless the weight is on the CPU, its dtype is in `DTYPES` and `depth` is even.
     """
@@ -74,7 +74,10 @@ def pack(weight: Tensor) -> Panels:
 
 
 def product(rows: Tensor, panels: Panels, bias: Tensor | None = None) -> Tensor:
-    """Return `rows [R, depth] @ weight^T + bias [columns]`, `[R, columns]`, all float32."""
+    """Return `rows [R, depth] @ weight^T + bias`, `[R, columns]`, for a weight from `pack`.
+
+    All tensors are float32, and `bias` is `[columns]`.
+    """
     rows = rows.contiguous()
     out = torch.empty(len(rows), panels.columns)
     sizes = (len(rows), panels.columns, panels.depth)
@@ -89,11 +92,11 @@ def product(rows: Tensor, panels: Panels, bias: Tensor | None = None) -> Tensor:
 def score(
     logits: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probability of each target, in the softmax of `logits` / `temperature`.
+    """Return the log-probability of each target token in the softmax of `logits` / `temperature`.
 
     `logits` is `[R, V]` float32, `targets` `[R]` int64, and `temperature` `[R]` float32, above 0.
-    All results are `[R]` float32: the log-probabilities, the logarithms of the denominators, and
-    the entropies, which are 0 without `with_entropy`.
+    Return three tensors, `[R]` float32: the log-probabilities, the logarithms of the softmax's
+    denominators, and the entropies, which are 0 without `with_entropy`.
     """
     logp, total = torch.empty(2, len(logits)).unbind()
     entropy = torch.zeros(len(logits))
@@ -104,10 +107,10 @@ def score(
 
 
 class _RowwiseProducts:
-    """The products of a layer (`linear.Products`), with `rowwise.c` in the forward pass.
+    """The products of a linear layer, with `rowwise.c` in the forward pass.
 
-    Gradients are ordinary products, in the dtype of the weight. Rows and gradients of rows are
-    float32.
+    Gradients are ordinary products in the dtype of the weight. The layer's inputs and their
+    gradients are float32.
     """
 
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

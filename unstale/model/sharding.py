@@ -1,4 +1,4 @@
-"""Functions for a model that is divided among processes (ranks) by FSDP2 (a sharded model).
+"""Functions for a sharded model: one that is divided among processes (ranks) by FSDP2.
 
 This is the only file that uses `transformers.distributed`. Parameters are divided along their first
 dimension, and each rank has a part of every parameter. The parameters of a layer are gathered when
@@ -36,18 +36,18 @@ from unstale.model.prefix_tree import PrefixTree
 
 MAX_CHECKED_LAYERS = 2
 Forward = Callable[[Callable[..., Any], PrefixTree, Tensor, bool], Tensor]
-"""A function such as `run_model`, which runs a model's body on a prefix tree."""
+"""A function such as `forward.run_model`, which runs the body of a model on a prefix tree."""
 
 
 def load_shard(
     folder: Path, peers: RankGroup, *, passes: torch.dtype, wide: bool, **options: Any
 ) -> PreTrainedModel:
-    """Load this rank's part of a model. Its forward passes are in the dtype `passes`.
+    """Load this rank's part of a model. Its forward passes compute in the dtype `passes`.
 
-    With `wide`, parameters for bfloat16 passes are float32, because an optimizer needs that. They
-    have the exact values of the model folder, and a pass rounds them to nearest. All ranks must
-    call this. `options` are those of `load_model`. Raises ConfigError as `load_model` does, and if
-    `peers.replicas` needs a later version of transformers.
+    With `wide`, the parameters of a model with bfloat16 passes are float32, as an optimizer needs.
+    They have the exact values of the model folder, and each pass rounds them to nearest. All ranks
+    must call this. `options` are those of `load_model`. Raises ConfigError as `load_model` does,
+    and if several copies of the model (`peers.replicas`) need a later version of transformers.
     """
     mixed = wide and passes == torch.bfloat16
     config = _distributed_config(peers, mixed=mixed)
@@ -64,10 +64,10 @@ def load_shard(
 
 
 def _require_divisible(model: PreTrainedModel) -> None:
-    """Raise ConfigError if transformers divides a weight of a model wrongly when it loads it.
+    """Raise ConfigError if transformers divides one of the model's weights wrongly.
 
-    It divides the tensors of the folder before it joins several into one weight. If it joins them
-    along the dimension that is divided, the rows of the weight are in another order.
+    It divides the tensors of the folder before it joins several of them into one weight. If it
+    joins them along the divided dimension, the rows of the weight are in a wrong order.
     """
     for each in get_model_conversion_mapping(model):
         operations = getattr(each, "operations", ())
@@ -102,10 +102,10 @@ def _distributed_config(peers: RankGroup, *, mixed: bool) -> DistributedConfig:
 
 @contextmanager
 def _ranks_without_experts() -> Iterator[None]:
-    """Return a context in which a rank can load a model although it has no expert of a layer.
+    """Return a context in which a rank can load a model even if it gets no expert of a layer.
 
-    Of 128 experts, for example, 21 of 24 ranks have 6, one has 2, and two have none. transformers
-    stacks a rank's experts, which fails if there are none.
+    Of 24 ranks that divide 128 experts, 21 get 6 experts, one gets 2, and two get none.
+    transformers stacks a rank's experts, which fails if there are none.
     """
     merge: Any = MergeModulelist
     stack = merge.convert
@@ -126,10 +126,11 @@ def _ranks_without_experts() -> Iterator[None]:
 
 
 def prepare_passes(model: PreTrainedModel, *, plain_head: bool) -> None:
-    """Prepare a sharded model for `run_pass`. Call this after `requires_grad` is set.
+    """Prepare a sharded model for `run_pass`.
 
-    `run_pass` then counts as a forward call of the whole model. Only such a call gathers the
-    parameters. A layer that is called directly would compute with this rank's part.
+    Call this after `requires_grad` of its parameters is set. FSDP2 gathers parameters only in a
+    forward call of the whole model. This registers `run_pass` as such a call. A layer that is
+    called directly would compute with this rank's part only.
     """
     head: Any = model.get_output_embeddings()
     if plain_head:
@@ -151,10 +152,11 @@ def run_pass(
     query: LogpQuery,
     forward: Forward = run_model,
 ) -> tuple[Tensor, Tensor]:
-    """Run a forward pass. Return the log-probabilities and entropies of a query, `[R]` each.
+    """Run a forward pass on a prefix tree. Return log-probabilities and entropies, `[R]` each.
 
-    `rows` `[R]` are the indices in the prefix tree of the tokens before the query's targets.
-    `forward` is `run_model`, or runs each sequence apart. All ranks must call this.
+    `query` has the R target tokens. `rows` `[R]` are the indices in the tree of the tokens before
+    them. `forward` is `forward.run_model`, or `apart.run_apart`, which gives each sequence a pass
+    of its own. All ranks must call this.
     """
     passes: Any = model
     logp, entropy = passes.packed_pass(run, rows, query, forward)
@@ -162,24 +164,27 @@ def run_pass(
 
 
 def release(model: nn.Module) -> None:
-    """Free gathered parameters, so that the next pass gathers them again from all ranks.
+    """Free gathered parameters, so that the next pass gathers them from all ranks again.
 
-    A pass without gradient keeps some gathered parameters. If a rank's part has changed, the next
-    pass would use old values.
+    A pass without gradient keeps some gathered parameters. They are outdated as soon as a rank's
+    part changes.
     """
     for module in _units(model):
         module.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a divided tensor, as a view. Return other tensors unchanged."""
+    """Return this rank's part of a divided tensor, as a view.
+
+    Other tensors are returned unchanged.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def host_copy(tensor: Tensor, *, pinned: bool = False) -> Tensor:
-    """Return a copy of a tensor in main memory. It is divided among the ranks like the tensor.
+    """Return a copy of a tensor in main memory, divided among the ranks as the tensor is.
 
-    A GPU can copy from it directly if it is `pinned`.
+    If it is `pinned`, a GPU can copy from it directly.
     """
     copied = local(tensor).detach().to("cpu", copy=True)
     if pinned and tensor.is_cuda:
@@ -190,9 +195,9 @@ def host_copy(tensor: Tensor, *, pinned: bool = False) -> Tensor:
 
 
 def first_number(tensor: Tensor) -> int:
-    """Return the index, in a flattened whole tensor, of the first number of this rank's part.
+    """Return where this rank's part of a tensor begins, as an index in the flattened whole tensor.
 
-    Return 0 for a tensor that is not divided.
+    The result is 0 for a tensor that is not divided.
     """
     if not isinstance(tensor, DTensor):
         return 0
@@ -207,10 +212,9 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def by_mesh(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return lists of tensor names. The tensors of a list are divided among the same ranks.
+    """Group tensors by the ranks that divide them. Return a list of tensor names for each group.
 
-    So one operation of torch can process the tensors of a list together. Experts that stay whole on
-    a rank form a list of their own.
+    One operation of torch can then process all tensors of a group together.
     """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
@@ -220,7 +224,7 @@ def by_mesh(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def one_number(*, like: Tensor) -> Tensor:
-    """Return a tensor with a single zero, of the dtype and distribution of `like`."""
+    """Return a tensor with one zero, of the same dtype as `like`, and divided like it."""
     zero = torch.zeros(1, dtype=like.dtype, device=like.device)
     if not isinstance(like, DTensor):
         return zero
@@ -228,7 +232,7 @@ def one_number(*, like: Tensor) -> Tensor:
 
 
 def zero_rows(like: Tensor, *width: int) -> Tensor:
-    """Return float32 zeros `[rows of like, *width]`, divided among ranks as the rows of `like`."""
+    """Return float32 zeros `[rows of like, *width]`, divided among ranks by rows as `like` is."""
     zeros = torch.zeros(len(local(like.detach())), *width, device=like.device)
     if not isinstance(like, DTensor):
         return zeros
@@ -250,7 +254,7 @@ def gather_whole(tensor: Tensor) -> Tensor:
 
 
 def _division(tensor: DTensor) -> tuple[DeviceMesh, Sequence[Placement]]:
-    """Return how a tensor is divided, without dimensions of the mesh that have one rank.
+    """Return the mesh and the placements of a tensor, without mesh dimensions of size 1.
 
     Experts have such a dimension, for which torch would communicate a second time.
     """
@@ -262,7 +266,10 @@ def _division(tensor: DTensor) -> tuple[DeviceMesh, Sequence[Placement]]:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, divided as `like` is, without communication."""
+    """Return this rank's part of the tensor `whole`, without communication.
+
+    `whole` is divided as `like` is. If `like` is not divided, return `whole`.
+    """
     if not isinstance(like, DTensor):
         return whole
     mesh, placements = _division(like)
@@ -273,14 +280,12 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def parts_of(wholes: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's part of each whole tensor, by name, divided as the tensors of `like`
-    are.
-    """
+    """Return this rank's part of each tensor in `wholes`, by name, divided as in `like`."""
     return {name: part_of(whole, like[name]) for name, whole in wholes.items()}
 
 
 def shorter_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of the same architecture and width, with few layers and random weights.
+    """Return a small copy for checks: same architecture and width, few layers and random weights.
 
     It is on the CPU and not divided.
     """
@@ -298,9 +303,9 @@ def shorter_copy(model: PreTrainedModel) -> PreTrainedModel:
 def _join_tied(model: nn.Module) -> None:
     """Make the two parameters of a tied weight use the same memory.
 
-    They are in two of FSDP2's parameter groups. If the rows of a weight cannot be divided evenly,
-    FSDP2 pads a rank's part separately for each group. Without this function, an optimizer step
-    would then change only one of the two.
+    FSDP2 has the two in different parameter groups. If the rows of a weight cannot be divided
+    evenly, it pads a rank's part separately for each group. Without this function, an optimizer
+    step would then change only one of the two.
     """
     parts: dict[int, Any] = {}
     for module in _units(model):
@@ -349,7 +354,7 @@ def _packed_logits(
 def _ask_ranks(
     run: PrefixTree, rows: Tensor, query: LogpQuery, answer: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities and entropies `[R]` that a query asks for, computed by `answer`.
+    """Return the log-probabilities and entropies `[R]` of a query, computed by `answer`.
 
     In a context group, each rank computes those of its tokens, and the results are joined.
     """

@@ -1,4 +1,6 @@
-"""Limits for the chat template of a model folder, which is a program from an untrusted source."""
+"""Limits on time and memory for a model's chat template, which is a program from an untrusted
+source.
+"""
 
 import os
 import resource
@@ -14,8 +16,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from unstale.config import ConfigError
 
 MEMORY_MB = 1024
-"""Additional MiB of memory that rendering short conversations may take. Ordinary templates take
-less than 1.
+"""MiB of memory that a process may take in addition for rendering short conversations. Ordinary
+templates take less than 1.
 """
 CPU_S = 10
 """CPU seconds that rendering short conversations may take. Ordinary templates take 0.01."""
@@ -26,8 +28,8 @@ _TOOL: dict[Any, Any] = {
 }
 _USER, _REPLY = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
 _NO_MEMORY, _NO_DEPTH = 3, 4
-"""Exit codes of the child process if the template needs too much memory or recurses endlessly, in
-this order.
+"""Exit codes of the child process for a template that needs too much memory, and for one that
+recurses endlessly.
 """
 
 
@@ -72,7 +74,7 @@ def require_small_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
 
 
 def _render(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set the limits of the child process and render conversations in it.
+    """Set limits for this child process and render short conversations in it.
 
     The process ends with an exit code if the template needs too much memory or recurses endlessly.
     """

@@ -1,7 +1,7 @@
 """Attention over a prefix tree: by compiled kernels on CPUs, by torch's flash attention on GPUs.
 
 On CPUs the keys of a query are divided into blocks by their positions in the query's sequence. So
-the result has the same bits for all packings, and for all divisions of the sequence into segments.
+the bits of the result do not depend on how sequences are packed, or divided into segments.
 """
 
 import warnings
@@ -21,38 +21,41 @@ from unstale.model.prefix_tree import PrefixTree, Segment
 from unstale.records import token_positions
 
 WIDEST = 192
-"""Largest head size for which torch's flash attention has a gradient on every GPU."""
+"""Largest head size for which torch's flash attention can compute a gradient on every GPU."""
 
 WIDEST_OF = {(8, 0): 256, (9, 0): 256}
-"""Largest head size on GPUs that allow more than `WIDEST`, by compute capability."""
+"""Largest head size on GPUs that support more than `WIDEST`, by compute capability."""
 
 HOPPER = (9, 0)
 """The compute capability for which FlashAttention 3 has kernels with a gradient."""
 
 MOST_KEYS = 8
-"""Largest number of keys in a `FlashLayout`, as a multiple of the pass's tokens. The keys are
-copied in every layer, which takes memory.
+"""Largest number of keys in a `FlashLayout`, as a multiple of the pass's tokens. Each layer copies
+the keys, which takes memory.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """A prefix tree in the form that the kernels for CPUs read. The tensors are int64."""
+    """A prefix tree in the form that the attention kernels for CPUs read. All tensors are int64."""
 
     segments: Tensor
-    """`[segments, 4]`: start, end, depth and the index of the parent segment, -1 at a root."""
+    """`[segments, 4]`: start, end, depth, and the index of the parent segment (-1 for a root)."""
     pieces: Tensor
-    """`[blocks, 2]`: the segment and the first position of each block of queries."""
+    """`[blocks, 2]`: for each block of queries, its segment and the position of its first query."""
     roots: Tensor
-    """`[roots + 1]`: the first block of each root segment, then the number of blocks."""
+    """`[roots + 1]`: the index of each root segment's first block. The last element is the number
+    of blocks.
+    """
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return attention `[N, heads, width]` and the logarithms of the softmax's denominators.
+        """Return the attention output `[N, heads, width]`, and a tensor for `attend_backward`.
 
         `query` is `[N, heads, width]`. `key` and `value` are `[N, key heads, width]`. The rows of
-        `value` may be slices of longer rows. The second result is only for `attend_backward`.
+        `value` may be slices of longer rows. The second result `[N, heads]` has the logarithms of
+        the softmax's denominators.
         """
         found = kernels()
         assert found
@@ -86,8 +89,8 @@ class TreeLayout:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of query and key. Write the gradient of the value to `to_value`.
 
-        `results` are both results of `attend`, and the gradient of the first. `to_value` must have
-        the strides of `value`.
+        `results` are the two results of `attend`, and the gradient of its first result. `to_value`
+        must have the strides of `value`.
         """
         found = kernels()
         assert found
@@ -119,23 +122,29 @@ class TreeLayout:
 class FlashLayout:
     """A prefix tree in the form that torch's flash attention reads, on GPUs.
 
-    Each segment is one sequence of flash attention. Its queries are the segment's tokens. Its keys
-    are the tokens of the segments before it and its own tokens. The last query attends to all keys.
+    Each segment is one sequence for flash attention. Its queries are the segment's own tokens. Its
+    keys are these tokens and those of all segments before it. The last query attends to all keys.
     """
 
     keys: Tensor | None
-    """`[K]` int64: the token of each key of each segment. None if no prefix is shared."""
+    """`[K]` int64: the index of the token of each key, segment after segment. None if no prefix is
+    shared.
+    """
     query_starts: Tensor
-    """`[segments + 1]` int32: the first query of each segment, then the number of queries."""
+    """`[segments + 1]` int32: the index of each segment's first query. The last element is the
+    number of queries.
+    """
     key_starts: Tensor
-    """`[segments + 1]` int32: the first key of each segment, then the number of keys."""
+    """`[segments + 1]` int32: the index of each segment's first key. The last element is the number
+    of keys.
+    """
     longest: tuple[int, int]
-    """The largest number of queries, and of keys, of a segment."""
+    """The largest number of queries of a segment, and the largest number of keys."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return attention and the logarithms of denominators, as `TreeLayout.attend` does."""
+        """Return the results of `TreeLayout.attend`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query,
             self._gathered(key),
@@ -159,7 +168,7 @@ class FlashLayout:
         scale: float,
         to_value: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return and write gradients, as `TreeLayout.attend_backward` does."""
+        """Return and write the gradients that `TreeLayout.attend_backward` does."""
         out, lse, grad = results
         no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)
         to_query, to_key, to_values = torch.ops.aten._flash_attention_backward(
@@ -182,11 +191,11 @@ class FlashLayout:
         return to_query, self._summed(to_key, len(key))
 
     def _gathered(self, rows: Tensor) -> Tensor:
-        """Return the rows of all K keys, `[K, ...]`, given those of the N tokens, `[N, ...]`."""
+        """Return the rows `[K, ...]` of all K keys, given those of the N tokens."""
         return rows if self.keys is None else rows[self.keys]
 
     def _summed(self, rows: Tensor, count: int) -> Tensor:
-        """Return, for each of `count` tokens, the sum of the rows of its keys, `[count, ...]`."""
+        """Return for each of `count` tokens the sum of the rows of its keys, `[count, ...]`."""
         if self.keys is None:
             return rows
         sums = rows.new_zeros(count, *rows.shape[1:], dtype=torch.float32)
@@ -195,7 +204,7 @@ class FlashLayout:
 
 @dataclass(frozen=True, slots=True)
 class DividedLayout:
-    """A prefix tree whose tokens are divided among the ranks of a context group.
+    """A prefix tree whose tokens are divided among ranks (a context group).
 
     Each rank provides its tokens, and computes attention of all tokens for its share of the heads.
     """
@@ -206,7 +215,10 @@ class DividedLayout:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return attention as `TreeLayout.attend` does, with denominators of this rank's heads."""
+        """Return this rank's tokens of the attention output, and a tensor for `attend_backward`.
+
+        The second result has the softmax's denominators of this rank's heads.
+        """
         queries, keys, values = map(self.group.to_heads, (query, key, value))
         out, lse = self.layout.attend(queries, keys, values, scale)
         return self.group.to_tokens(out, query.shape[1]), lse
@@ -220,10 +232,10 @@ class DividedLayout:
         scale: float,
         to_value: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return and write gradients, as `TreeLayout.attend_backward` does.
+        """Return and write the gradients that `TreeLayout.attend_backward` does.
 
-        The inputs are exchanged between the ranks again, because keeping them since the forward
-        pass would cost more.
+        The ranks exchange the inputs again, because keeping them since the forward pass would need
+        memory.
         """
         group, (out, lse, grad) = self.group, results
         queries, keys, values = map(group.to_heads, (query, key, value))
@@ -240,7 +252,7 @@ Layout = TreeLayout | FlashLayout | DividedLayout
 
 
 def can_attend(run: PrefixTree, x: Tensor, width: int) -> bool:
-    """Return True if this module has attention for a tree and heads of size `width`.
+    """Return True if this module supports the prefix tree `run` with heads of size `width`.
 
     `x` has the device and dtype of queries, keys and values. `kernels.fits(x)` must be True.
     """
@@ -261,8 +273,8 @@ def can_attend(run: PrefixTree, x: Tensor, width: int) -> bool:
 def uses_flash_attention_3() -> bool:
     """Make torch's flash attention use FlashAttention 3 in this process, if it is installed.
 
-    Return True if it does. torch then replaces its own kernels by those of FlashAttention 3.
-    Otherwise return False, with a warning if torch cannot use an installed version.
+    Return True if torch uses its kernels from then on. Otherwise return False, with a warning if
+    FlashAttention 3 is installed but torch cannot use it.
     """
     if not find_spec("flash_attn_interface"):
         return False
@@ -280,9 +292,9 @@ def uses_flash_attention_3() -> bool:
 
 
 def layout_of(run: PrefixTree, device: torch.device) -> TreeLayout | FlashLayout:
-    """Return the layout of a prefix tree for a device.
+    """Return a prefix tree in the form that attention kernels on `device` read.
 
-    It is created once and used by all layers.
+    It is created once for each tree and used by all layers.
     """
     key = str(device)
     if key not in run.layouts:
@@ -294,7 +306,7 @@ def layout_of(run: PrefixTree, device: torch.device) -> TreeLayout | FlashLayout
 
 
 def flash_layout(segments: tuple[Segment, ...], device: torch.device) -> FlashLayout:
-    """Return the layout of a prefix tree's segments for torch's flash attention."""
+    """Return a prefix tree's segments in the form that torch's flash attention reads."""
     queries = [segment.end - segment.start for segment in segments]
     keys = [segment.depth + own for segment, own in zip(segments, queries, strict=True)]
     index = None
@@ -330,7 +342,7 @@ def _tree_layout(segments: tuple[Segment, ...]) -> TreeLayout:
 
 
 class TreeAttention(torch.autograd.Function):
-    """Attention `[N, heads, width]` over a prefix tree, with a gradient."""
+    """The autograd operation of attention over a prefix tree. The result is `[N, heads, width]`."""
 
     @staticmethod
     def forward(

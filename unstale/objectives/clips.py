@@ -8,8 +8,8 @@ from unstale.config.checks import NonNegative, Range, Share
 from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs
 
 LOOSE_ABOVE = "S from above where A < 0: the loss of a token that became likelier has no limit"
-"""A clause on the tokens without a limit, for objectives that stop a token only if it moves in the
-direction of its advantage.
+"""A clause for texts about an objective: which tokens it does not limit. It fits objectives that
+stop a token only if the token moves in the direction of its advantage.
 """
 
 
@@ -62,7 +62,7 @@ class ClippedObjective(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PpoClip(ClippedObjective):
-    """PPO's clipped loss."""
+    """PPO's clipped loss on the ratio S = pi / pi_old of each token."""
 
     loss_type: str = "ppo_clip"
 
@@ -97,8 +97,8 @@ class DualClip(ClippedObjective):
 
     loss_type: str = "dual_clip"
     dual_clip: Annotated[float, Range(above=1)] = 3.0
-    """Limit of the loss where the advantage A is negative, as a multiple of |A|. 1 would stop fresh
-    tokens, too.
+    """Limit of the loss where the advantage A is negative, as a multiple of |A|. 1 would stop
+    tokens with S = 1, too.
     """
 
     docs: ClassVar = ObjectiveDocs(

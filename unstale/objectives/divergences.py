@@ -12,7 +12,7 @@ from unstale.objectives.clips import LOOSE_ABOVE
 
 @dataclass(frozen=True, kw_only=True)
 class ByDivergence(ObjectiveConfig):
-    """What objectives share that limit a divergence and weight each token by S."""
+    """Options of an objective that limits a divergence and weights tokens by S = pi / pi_old."""
 
     ratio: ClassVar = ("token", "mean")
 
@@ -22,7 +22,7 @@ class ByDivergence(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Dppo(ByDivergence):
-    """An importance weight, and a limit on the divergence of pi from pi_old at the token."""
+    """A weight S = pi / pi_old, and a limit on the divergence of pi from pi_old at the token."""
 
     loss_type: str = "dppo"
     divergence: Literal["tv", "kl"] = "tv"
@@ -38,7 +38,8 @@ class Dppo(ByDivergence):
     above this limit. `kl` needs about 0.05.
     """
     kl_tau: NonNegative = 0.0
-    """The coefficient of (log S)^2, which is added to the loss of every token. prime-rl sets 1e-3.
+    """The coefficient of (log S)^2 with S = pi / pi_old, which is added to the loss of every token.
+    prime-rl sets 1e-3.
     """
 
     docs: ClassVar = ObjectiveDocs(
@@ -61,8 +62,9 @@ class Dppo(ByDivergence):
         )
 
     def thresholds(self) -> Iterator[float]:
-        """Yield the smallest log S at which a token is stopped; for `kl`, of a token with
-        probability 1/2.
+        """Yield the smallest log S at which a token may be stopped, for each limit.
+
+        S is pi / pi_old. For `kl`, this is the value for a token with probability 1/2.
         """
         for limit in (self.divergence_low, self.divergence_high):
             if self.divergence == "kl":
@@ -81,7 +83,7 @@ class Dppo(ByDivergence):
 
 @dataclass(frozen=True, kw_only=True)
 class Drpo(ByDivergence):
-    """An importance weight that fades with the change of a token's probability, and turns back."""
+    """A weight S = pi / pi_old that fades as a token's probability changes, and turns back."""
 
     loss_type: str = "drpo"
     drpo_delta: Positive = 0.2
@@ -106,7 +108,7 @@ class Drpo(ByDivergence):
         )
 
     def thresholds(self) -> Iterator[float]:
-        """Yield the smallest log S at which a gradient can be 0."""
+        """Yield the smallest log S (S = pi / pi_old) at which the gradient of a token can be 0."""
         if self.drpo_delta < 1:
             yield -math.log1p(-self.drpo_delta)
 
@@ -117,12 +119,12 @@ class Drpo(ByDivergence):
 
 @dataclass(frozen=True, kw_only=True)
 class Vaco(ByDivergence):
-    """An importance weight, and a limit on the total variation of a sequence."""
+    """A weight S = pi / pi_old, and a limit on the total variation of a sequence."""
 
     loss_type: str = "vaco"
     vaco_delta: Positive = 0.2
-    """A token has no gradient if its advantage moves S further from 1 and the mean of |S - 1| over
-    its sequence is above this limit.
+    """A token has no gradient if its advantage moves S = pi / pi_old further from 1 and the mean of
+    |S - 1| over its sequence is above this limit.
     """
 
     docs: ClassVar = ObjectiveDocs(

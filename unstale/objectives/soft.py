@@ -15,11 +15,11 @@ class Sapo(ObjectiveConfig):
 
     loss_type: str = "sapo"
     tau_pos: Positive = 1.0
-    """The rate at which the gradient fades as the staleness ratio leaves 1, for positive
+    """How fast the gradient fades as the staleness ratio pi / pi_old leaves 1, for positive
     advantages.
     """
     tau_neg: Positive = 1.05
-    """The rate at which the gradient fades as the staleness ratio leaves 1, for negative
+    """How fast the gradient fades as the staleness ratio pi / pi_old leaves 1, for negative
     advantages.
     """
 
@@ -42,7 +42,7 @@ class Sapo(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Vespo(ObjectiveConfig):
-    """REINFORCE with a soft weight of the ratio of the whole sequence."""
+    """REINFORCE with a soft weight of the whole sequence, computed from its ratio pi / pi_old."""
 
     loss_type: str = "vespo"
     vespo_k_pos: NonNegative = 2.0
@@ -50,11 +50,15 @@ class Vespo(ObjectiveConfig):
     W is the product of its staleness ratios.
     """
     vespo_lambda_pos: Positive = 3.0
-    """The rate lambda of the weight W^k exp(lambda (1 - W)), for advantages of 0 or more."""
+    """The rate lambda of the weight W^k exp(lambda (1 - W)) of a sequence, for advantages of 0 or
+    more.
+    """
     vespo_k_neg: NonNegative = 3.0
-    """The power k of the weight W^k exp(lambda (1 - W)), for negative advantages."""
+    """The power k of the weight W^k exp(lambda (1 - W)) of a sequence, for negative advantages."""
     vespo_lambda_neg: Positive = 2.0
-    """The rate lambda of the weight W^k exp(lambda (1 - W)), for negative advantages."""
+    """The rate lambda of the weight W^k exp(lambda (1 - W)) of a sequence, for negative
+    advantages.
+    """
 
     docs: ClassVar = ObjectiveDocs(
         loss="-sg(W^k exp(lambda (1 - W))) A log pi, where W is the product of S over the sequence",
@@ -79,7 +83,10 @@ class Vespo(ObjectiveConfig):
         return f"a weight S^k exp(lambda (1 - S)) ({pairs})"
 
     def thresholds(self) -> Iterator[float]:
-        """Yield the log S above 0 at which 7% of the weight remain."""
+        """Yield the log W above 0 at which 7% of the weight remain, for each sign of the advantage.
+
+        W is the product of a sequence's ratios pi / pi_old.
+        """
         pos = self.vespo_k_pos, self.vespo_lambda_pos
         for k, rate in (pos, (self.vespo_k_neg, self.vespo_lambda_neg)):
             low, high = max(0.0, math.log(k / rate) if k else 0.0), 20.0
@@ -92,7 +99,7 @@ class Vespo(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PulledBack(ObjectiveConfig):
-    """Options of an objective with a penalty on (log S)^2, where S is the staleness ratio."""
+    """Options of an objective with a penalty on (log S)^2, where S = pi / pi_old."""
 
     @property
     def trains_zero_advantage(self) -> bool:
@@ -100,7 +107,9 @@ class PulledBack(ObjectiveConfig):
 
     @property
     def pull(self) -> float:
-        """The coefficient of (log S)^2 / 2 in the loss, where S is the staleness ratio."""
+        """The coefficient of (log S)^2 / 2 in the loss, where S = pi / pi_old is the staleness
+        ratio.
+        """
         raise NotImplementedError
 
     def limit(self) -> str:
@@ -112,12 +121,12 @@ class PulledBack(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Dro(PulledBack):
-    """A regression of the logarithm of the staleness ratio to the advantage."""
+    """A regression of the logarithm of S = pi / pi_old to the advantage."""
 
     loss_type: str = "dro"
     dro_beta: Positive = 0.05
-    """The coefficient c of A log S - c / 2 (log S)^2, where S is the staleness ratio and A the
-    advantage.
+    """The coefficient c in A log S - c / 2 (log S)^2. S is the staleness ratio pi / pi_old, and A
+    the advantage.
     """
 
     docs: ClassVar = ObjectiveDocs(
@@ -137,11 +146,11 @@ class Dro(PulledBack):
 
 @dataclass(frozen=True, kw_only=True)
 class KlPenalty(PulledBack):
-    """PPO with a penalty on the logarithm of the staleness ratio instead of a clip."""
+    """PPO with a penalty on (log S)^2 instead of a clip, where S = pi / pi_old."""
 
     loss_type: str = "kl_penalty"
     kl_penalty: NonNegative = 1.0
-    """The coefficient c of S A - c / 2 (log S)^2, where S is the staleness ratio and A the
+    """The coefficient c in S A - c / 2 (log S)^2. S is the staleness ratio pi / pi_old, and A the
     advantage.
     """
 
@@ -162,7 +171,7 @@ class KlPenalty(PulledBack):
 
 @dataclass(frozen=True, kw_only=True)
 class Unlimited(ObjectiveConfig):
-    """REINFORCE with an importance weight and no trust region."""
+    """REINFORCE with the importance weight S = pi / pi_old and no limit on it."""
 
     loss_type: str = "none"
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def has_clean_behavior(batch: Batch) -> Tensor:
-    """Return a mask `[T]` of the tokens for which an exact old log-probability exists, bool.
+    """Return a mask `[T]` of the tokens for which an exact old log-probability exists.
 
-    An engine must have sampled such a token in the context that the record shows, with a KV cache
-    of the same weights. If routed experts are replayed, the experts of every position that the
+    An engine must have sampled such a token after the recorded context, with a KV cache of the
+    weights that sampled it. If routed experts are replayed, the experts of every position that the
     token depends on must have been recorded.
     """
     from unstale.algorithms.corrections import has_behavior
@@ -36,10 +36,10 @@ def has_clean_behavior(batch: Batch) -> Tensor:
 class OldLogps:
     """The base class of routes: methods to compute old log-probabilities (`old_logp`).
 
-    `on_piece`, `on_end` and `on_wait` may be called at any time, on the event loop. All other
-    methods are called one at a time: `costs`, `events` and `close` on the event loop while the
-    trainer's thread is idle, the others in that thread. Except for `logps`, the methods of this
-    class do nothing. A route overrides those that it needs.
+    `on_piece`, `on_end` and `on_wait` may be called at any time, on the event loop. `costs`,
+    `events` and `close` are called on the event loop while the trainer's thread is idle. All other
+    methods are called in that thread, one at a time. Except for `logps`, the methods of this class
+    do nothing. A route overrides those that it needs.
     """
 
     needs = Needs()
@@ -53,12 +53,12 @@ class OldLogps:
     def on_published(self, live: Collection[int]) -> None:
         """Handle the event that every engine has loaded the current version of the weights.
 
-        All tokens that earlier versions sampled have arrived. `live` are the versions that sampled
-        tokens which are still to be trained on.
+        All tokens that earlier versions sampled have arrived. `live` are the versions whose sampled
+        tokens are still to be trained on.
         """
 
     def on_piece(self, piece: PendingPiece) -> None:
-        """Handle the arrival of sampled tokens of one version.
+        """Handle the arrival of a piece: a run of tokens that one version sampled.
 
         Called on the event loop, so it must not block.
         """
@@ -72,23 +72,23 @@ class OldLogps:
     def on_wait(self, past: Sequence[PendingPiece]) -> None:
         """Handle the event that the trainer begins to wait for episodes.
 
-        `past` has all tokens that versions before the current one sampled and that no batch has
-        contained yet. No further token of these versions will arrive. Called on the event loop, so
-        it must not block, and only if the route declares `needs.idle` and `needs.snapshots`.
+        `past` has all tokens that earlier versions than the current one sampled and that no batch
+        has contained yet. No further token of these versions will arrive. Called on the event loop,
+        so it must not block. Called only if the route declares `needs.idle` and `needs.snapshots`.
         """
 
     def score_while_idle(self) -> bool:
-        """Compute `old_logp` in about one forward pass, while the trainer waits for episodes.
+        """Compute `old_logp` of some tokens, while the trainer waits for episodes.
 
-        Return False if there was nothing to compute.
+        Each call may take about one forward pass. Return False if there was nothing to compute.
         """
         return False
 
     def before_update(self, unscored: Sequence[PendingPiece]) -> None:
-        """Compute `old_logp` of the current version's tokens before a step changes the weights.
+        """Compute `old_logp` of tokens of the current version, before a step changes the weights.
 
-        Called only if `needs.scores_before_update`. `unscored` has all tokens that this version
-        sampled and that no batch has contained yet.
+        Called only if the route declares `needs.scores_before_update`. `unscored` has all tokens
+        that this version sampled and that no batch has contained yet.
         """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,30 +96,32 @@ class OldLogps:
 
         Both are on the CPU, and 0 and False for tokens that were not sampled. `now` `[T]` has the
         log-probabilities under the current policy, without gradient. It is empty unless the route
-        declares `needs.now` or `needs.inline`. The method is called before the first optimizer step
-        on a batch. With `trainer.stream` it is called for some groups of the batch at a time; a
-        route that declares `needs.whole_batch` cannot be used with it. If the route declares
-        `needs.inline`, it is called in every training pass instead, on the sequences of that pass.
-        Raises LookupError if the weights that sampled a token were not kept.
+        declares `needs.now` or `needs.inline`. Raises LookupError if the weights that sampled a
+        token were not kept.
+
+        The method is called before the first optimizer step on a batch. With `trainer.stream` it is
+        called for some groups of the batch at a time, which a route with `needs.whole_batch` does
+        not support. A route with `needs.inline` is called in every training pass instead, on the
+        sequences of that pass.
         """
         raise NotImplementedError
 
     def trained(self, kept: float) -> None:
-        """Handle the event that an optimizer step was made.
+        """Handle the event that an optimizer step was taken.
 
         `kept` is the share of tokens that the correction kept, 0 to 1.
         """
 
     def costs(self) -> Mapping[str, float]:
-        """Return the costs of computing `old_logp` as metrics, by their name after `old_logps/`.
+        """Return metrics of what computing `old_logp` cost.
 
-        Tokens and seconds are counted since the last call. Bytes are those in use at the time of
-        the call.
+        The prefix `old_logps/` is added to their names. Tokens and seconds are counted since the
+        last call. Bytes are those in use at the time of the call.
         """
         return {}
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events since the last call, for the run's event log.
+        """Return this route's events since the last call, for the run's event log.
 
         Each event is a dict of columns and values, with the column `kind`.
         """
@@ -134,10 +136,10 @@ class OldLogps:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state` returned, when a run resumes from a checkpoint."""
+        """Load a state from a checkpoint, as `state` returned it."""
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Add to a restored state the tokens that were sampled after the checkpoint.
+        """After `restore`, prepare for tokens that were sampled after the checkpoint.
 
         `past` has, by version, all tokens of earlier versions that no batch has contained yet.
         `weights` reads the weights of a version from disk. Tokens of the current version are passed

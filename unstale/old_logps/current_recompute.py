@@ -1,4 +1,6 @@
-"""The route `current_recompute`: `old_logp` is computed at the start of the training step."""
+"""The route `current_recompute`: compute `old_logp` with the weights at the start of the training
+step.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,10 @@ if TYPE_CHECKING:
 
 
 class CurrentRecompute(OldLogps):
-    """A route that uses the current policy's log-probability, not that of the policy that sampled.
+    """A route whose `old_logp` comes from the current policy, not from the policy that sampled.
 
-    D = old_logp / behavior_logp (as probabilities) then contains all staleness. S = logp / old_logp
-    contains only the changes within the step. Values are exact for tokens that the current version
-    sampled.
+    The ratio D = pi_old / mu then contains all staleness. S = pi / pi_old contains only the changes
+    within the step. Values are exact for tokens that the current version sampled.
     """
 
     needs = Needs(now=True, forwards="one")
@@ -43,7 +44,7 @@ class CurrentRecompute(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentRecomputeSpec(OldLogpsConfig):
-    """Options of the route that scores with the trainer's weights at the start of the step."""
+    """Options of the route `current_recompute`, which uses the weights before each step."""
 
     route: str = "current_recompute"
     makes: ClassVar[type[OldLogps]] = CurrentRecompute

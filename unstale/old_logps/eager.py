@@ -1,4 +1,4 @@
-"""The route `eager`: compute old log-probabilities while the trainer waits for episodes."""
+"""The route `eager`: compute `old_logp` while the trainer waits for episodes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 class Eager(OldLogps):
     """A route that computes `old_logp` of each token once, while the trainer waits for episodes.
 
-    For tokens of the current version it uses the trainer's weights, when their episode has ended.
-    If the route `fallback` keeps past versions, the tokens of unfinished episodes get values from
-    the kept weights when no further token of their version can arrive. So no context is computed
-    again for every turn. Otherwise these tokens get values before the optimizer step. The route
-    `fallback` computes the values of the remaining tokens with their batch. The metric
-    `old_logps/scored_in_time_share` is the share of sampled tokens with an exact value that the
-    route `fallback` did not have to compute.
+    When an episode has ended, its tokens of the current version get values from the trainer's
+    weights. Tokens of unfinished episodes get values from kept weights, if the second route
+    (`fallback`) keeps past weights, as soon as no further token of their version can arrive.
+    Otherwise they get values before the optimizer step. All remaining tokens get values from
+    `fallback`, with their batch. The metric `old_logps/scored_in_time_share` is the share of
+    sampled tokens that have an exact value and for which `fallback` was not needed.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
@@ -42,16 +41,16 @@ class Eager(OldLogps):
         self._scorer = scorer
         self._cache = LogpCache(scorer)
         self._arrived: deque[tuple[Sequence[PendingPiece], bool]] = deque()
-        """Sampled tokens that have arrived and are in no queue yet. True marks the tokens of an
-        episode that has ended.
+        """Sampled tokens that are in no queue yet. True marks the tokens of an episode that has
+        ended.
         """
         self._ended: dict[int, ScoreQueue] = {}
-        """Tokens of ended episodes that still need an old log-probability. The key is the version
-        of the weights that sampled them.
+        """Tokens of ended episodes that still need an old log-probability, by the version that
+        sampled them.
         """
         self._open: dict[int, ScoreQueue] = {}
-        """Tokens of unfinished episodes that still need an old log-probability. The key is the
-        version of the weights that sampled them, which samples no more tokens.
+        """Tokens of unfinished episodes that still need an old log-probability, by the version that
+        sampled them. These versions sample no more tokens.
         """
         self._num_tokens = 0
         self._num_covered = 0
@@ -140,9 +139,7 @@ class Eager(OldLogps):
         self.fallback.restore(state["fallback"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Give tokens that had no old log-probability at the checkpoint to `fallback`, the second
-        route.
-        """
+        """Let the second route, `fallback`, recover tokens without a value in the checkpoint."""
         missing = {version: self._cache.missing(pieces) for version, pieces in past.items()}
         self.fallback.recover(
             {version: pieces for version, pieces in missing.items() if pieces}, weights
@@ -154,7 +151,7 @@ class Eager(OldLogps):
     def _sort(self) -> None:
         """Put arrived tokens without an old log-probability into the queue of their version.
 
-        Tokens that only `fallback`, the second route, can score are passed over.
+        Tokens that only `fallback` can score are left out.
         """
         while self._arrived:
             pieces, has_ended = self._arrived.popleft()
@@ -173,10 +170,10 @@ class Eager(OldLogps):
                     still_open.put(key_of(piece), text_of(piece))
 
     def _version_to_score(self) -> int | None:
-        """Return the version of the tokens whose log-probabilities are computed next.
+        """Return the version whose tokens are scored next, or None if no token waits.
 
-        None if there are none. Ended episodes come first, because the next batch may contain them.
-        Of these, the newest version comes first, because the fallback's model is nearest to it.
+        Ended episodes come first, because the next batch may contain them. Of these, the newest
+        version comes first, because the model of `fallback` has similar weights.
         """
         for queues in (self._ended, self._open):
             for version in sorted(queues, reverse=True):
@@ -196,8 +193,9 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
     route: str = "eager"
     makes: ClassVar[type[OldLogps]] = Eager
     fallback: Literal["snapshot_old", "interrupt_sync", "ewma_prox"] = "snapshot_old"
-    """Only for `eager`: the route (way to get `old_logp`) that scores the remaining tokens with
-    their batch. With `snapshot_old`, unfinished episodes are also scored while the trainer waits.
+    """Only for `eager`: the route (method to compute `old_logp`) that scores the remaining tokens
+    with their batch. With `snapshot_old`, unfinished episodes are also scored while the trainer
+    waits.
     """
 
     exactness: ClassVar = "where scored in time (old_logps/exact_share)"

@@ -1,4 +1,6 @@
-"""The route `ewma_prox`: the old policy is a moving average of the weights, with fixed decay."""
+"""The route `ewma_prox`: compute `old_logp` with a moving average of the weights, with fixed
+decay.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,16 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 DEFAULT_DECAY = 0.5
-"""Default decay of the moving average: its mean age is then one version."""
+"""Decay of the moving average by default. The mean age of the averaged weights is then one
+version.
+"""
 
 
 class EwmaProx(OldLogps):
-    """A route whose old policy is a moving average of the weights of all published versions.
+    """A route that takes a moving average of all published weights for the old policy.
 
-    The values are never exact. With `every_step`, the weights after each optimizer step are
-    averaged instead.
+    Its values are never exact. With `every_step`, the weights after each optimizer step are
+    averaged instead of the published ones.
     """
 
     needs = Needs(resident_models=1, averages=1, forwards="one")
@@ -85,22 +89,22 @@ class EwmaProx(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class EwmaProxSpec(OldLogpsConfig):
-    """Options of the route that scores with a moving average of the weights, with fixed decay."""
+    """Options of the route `ewma_prox`, which averages past weights with a fixed decay."""
 
     route: str = "ewma_prox"
     makes: ClassVar[type[OldLogps]] = EwmaProx
     beta: Annotated[float | None, Range(0, 0.9999)] = None
     """Decay of the moving average. None means 0.5 for `ewma_prox`. For `ppo_ewma_async` it means a
-    decay that follows the staleness.
+    decay that follows the age of the tokens (their staleness).
     """
     update_every: Literal["version", "step"] = "version"
     """Only for `ewma_prox`: update the average with the weights of every published version, or
     after every optimizer step.
     """
     placement: Literal["twin", "own"] = "twin"
-    """Where past versions or averages are scored: in a second model, or (`own`) in the trained
-    model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
-    keeps averages in main memory.
+    """Where log-probabilities under past versions or averages are computed: by a second model, or
+    (`own`) by the trained model, whose weights are in main memory meanwhile. `own` is slower, needs
+    no second model, and keeps averages in main memory.
     """
 
     # gives a mean age of 3 versions, the age of this recipe's tokens

@@ -1,4 +1,4 @@
-"""Two routes on which `old_logp` is a mean of the engine's and the current policy's values.
+"""Two routes (methods) whose `old_logp` is a mean of the engine's and the current policy's values.
 
 `interp_prox_loglinear` takes a mean of the two log-probabilities, `interp_prox_linear` of the two
 probabilities.
@@ -28,7 +28,7 @@ class InterpProx(OldLogps):
 
     Its `old_logp` is never exact (arXiv 2512.06547). The mixture is computed again in every
     training pass. `alpha` is the weight of the current policy. If `alpha` is None, the weight is (d
-    - 1) / d for a token of lag (staleness) d, and `fresh` for a token of lag 0.
+    - 1) / d for a token that was sampled d batches ago (its lag), and `fresh` if d is 0.
     """
 
     needs = Needs(inline=True)
@@ -41,7 +41,10 @@ class InterpProx(OldLogps):
         alpha: float | None = None,
         fresh: float = 1.0,
     ) -> None:
-        """Create the route. `mix` is `loglinear` or `linear` of `unstale.algorithms.proximal`."""
+        """Create the route.
+
+        `mix` is the function `loglinear` or `linear` of `unstale.algorithms.proximal`.
+        """
         self._scorer = scorer
         self._mix = mix
         self._alpha = alpha
@@ -63,18 +66,18 @@ class InterpProx(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class InterpProxSpec(OldLogpsConfig):
-    """Options of `interp_prox_linear` and `interp_prox_loglinear`.
+    """Options of the routes `interp_prox_linear` and `interp_prox_loglinear`.
 
     Both estimate `old_logp` by a mixture of `behavior_logp` and `logp`.
     """
 
     alpha: Annotated[float | None, Range(0, 1)] = None
     """Only for `interp_prox_*`: weight of the current policy in the mixture. None means (d - 1) / d
-    for a token with a lag (staleness) of d.
+    for a token with a lag of d (sampled d batches ago).
     """
     fresh: Literal["trainer", "behavior"] = "trainer"
-    """Only for `interp_prox_*`: the old log-probability of tokens without staleness (lag 0), from
-    the trainer or from the engine (behavior).
+    """Only for `interp_prox_*`: the old log-probability of tokens of the current version (lag 0),
+    from the trainer or from the engine (behavior).
     """
 
     makes: ClassVar[type[OldLogps]] = InterpProx
@@ -91,9 +94,7 @@ class InterpProxSpec(OldLogpsConfig):
         return self.alpha
 
     def oldest_weight(self, run: RunConfig) -> float:
-        """Return the current policy's weight in the mixture for tokens of the largest lag
-        (staleness).
-        """
+        """Return the current policy's weight in the mixture for the oldest tokens of a run."""
         if self.alpha is not None:
             return self.alpha
         bound = run.schedule.staleness_bound
@@ -123,9 +124,9 @@ class InterpProxSpec(OldLogpsConfig):
         return InterpProx(scorer, mix, alpha=self.alpha, fresh=self._fresh)
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
-        """Return texts for the linter: the old policy's formula, and what the ratios contain.
+        """Return texts for the linter: the old policy's formula, and what D and S contain.
 
-        `a` and `rest` are the weights of the current policy and of the engine's policy.
+        `a` and `rest` are the weights of the current policy and of the engine's policy, as text.
         """
         raise NotImplementedError
 

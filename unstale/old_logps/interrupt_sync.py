@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class InterruptSync(CachedRoute):
     """A route that computes `old_logp` with the trainer's weights before a step changes them.
 
-    The values are exact. The route needs no memory for old weights, but generation is paused from
+    The values are exact. The route needs no memory for past weights. But generation is paused from
     the call of `before_update` until the next version is published. The metric `stall_s` is the
     length of this pause in seconds, and is reported with the next batch.
     """
@@ -51,7 +51,7 @@ class InterruptSync(CachedRoute):
         self._closing_s += time.perf_counter() - began
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values that `before_update` computed for a batch, and a mask of exact ones.
+        """Return the `old_logp` of a batch that `before_update` computed, and a mask of exact ones.
 
         Raises LookupError if a token of the batch was not passed to `before_update`.
         """
@@ -71,7 +71,7 @@ class InterruptSync(CachedRoute):
 
 @dataclass(frozen=True, kw_only=True)
 class InterruptSyncSpec(ExactSpec):
-    """Options of the route that scores with the trainer's weights while generation is paused."""
+    """Options of the route `interrupt_sync`, which pauses generation to compute `old_logp`."""
 
     route: str = "interrupt_sync"
     makes: ClassVar[type[OldLogps]] = InterruptSync

@@ -1,4 +1,5 @@
-"""The route `old_logit_model`: a second model follows the engine's version of the weights.
+"""The route `old_logit_model`: compute `old_logp` with a second model, which has the engine's
+version of the weights.
 
 The values are exact.
 """
@@ -45,13 +46,12 @@ class OldLogitModelDied(RuntimeError):
 class SecondModelScores(CachedRoute):
     """Old log-probabilities that a second model has computed, kept until their batch needs them.
 
-    The second model has the weights of an older version, with which tokens were sampled.
+    The second model has the weights of an older version, with which tokens were sampled. After a
+    resume, the trainer's model computes missing values, because the second model gets weights only
+    when the next version is published.
 
-    After a resume, the trainer's model computes missing values, because the second model gets
-    weights only when the trainer publishes its next version.
-
-    With several trainer ranks, each rank has an object of this class. The main process of the run
-    has the second model. It passes on the results and the waiting times with `add_scores` and
+    With several trainer ranks, each rank has an object of this class. Only the main process of the
+    run has the second model. It passes on the results and the waiting times with `add_scores` and
     `add_waits`.
     """
 
@@ -65,14 +65,14 @@ class SecondModelScores(CachedRoute):
     def add_scores(self, rows: Iterable[Any], forward_tokens: int) -> None:
         """Add log-probabilities that the second model computed.
 
-        A row is `[PieceKey of a token run, its log-probabilities]`. `forward_tokens` is the number
-        of tokens in the forward passes that computed them.
+        A row is `[PieceKey of a run of tokens, their log-probabilities]`. `forward_tokens` is the
+        number of tokens in the forward passes that computed them.
         """
         self.cache.add_rows(rows)
         self._scorer.forward_tokens += forward_tokens
 
     def add_waits(self, publish_s: float, score_s: float) -> None:
-        """Add the seconds for which publications and batches waited for the second model."""
+        """Add seconds for which a publication and a batch waited for the second model."""
         self._publish_wait_s += publish_s
         self._score_wait_s += score_s
 
@@ -99,15 +99,14 @@ class SecondModelScores(CachedRoute):
 class OldLogitModel(SecondModelScores):
     """A route that gets `old_logp` from a second model in another process.
 
-    The second model computes the values of the tokens of a version, then loads the next version.
+    The second model computes the values of all tokens of a version, then loads the next version.
     The process needs the memory of one model. The trainer's thread sends it the weights of each
-    version. If a batch contains tokens of the current version without a value from the process, the
-    trainer computes their values. The metric `publish_wait_s` is the time for which publications
-    waited until the process had loaded the previous version. `score_wait_s` is the time for which
-    batches waited for values.
+    version. The process starts when weights are published for the first time. If a batch contains
+    tokens of the current version without a value from the process, the trainer computes them.
 
-    The process starts when weights are published for the first time. With `lockstep` no result
-    depends on its speed (`SecondModel`).
+    The metric `publish_wait_s` is the time for which publications waited until the process had
+    loaded the previous version. `score_wait_s` is the time for which batches waited for values.
+    With `lockstep`, no result depends on the speed of the process (`SecondModel`).
     """
 
     def __init__(self, scorer: Scorer, *, lockstep: bool = False) -> None:
@@ -117,26 +116,26 @@ class OldLogitModel(SecondModelScores):
 
     @property
     def pid(self) -> int:
-        """The process id of the second model. Raises RuntimeError before it has started."""
+        """The process id of the second model. Raises RuntimeError if it has not started yet."""
         return self._link.pid
 
     @property
     def loaded(self) -> int:
-        """The version of the weights that the process has loaded. -1 before the first."""
+        """The version of the weights that the second model has. -1 before it has any."""
         return self._model.loaded
 
     def before_publish(self) -> None:
-        """Wait until the process has loaded the version that was published last.
+        """Wait until the second model has loaded the version that was published last.
 
         By then it has computed the log-probabilities of all tokens of earlier versions.
         """
         self.add_waits(self._model.wait_until_loaded(), 0.0)
 
     def on_published(self, live: Collection[int]) -> None:
-        """Send the current weights to the process whose copy of the model computes `old_logp`.
+        """Send the current weights to the second model.
 
         With `lockstep`, first wait for the log-probabilities of all tokens of the versions sent
-        before. `live` are the versions that sampled tokens which are still to be trained on.
+        before. Values of tokens of versions that are not in `live` are dropped.
         """
         from unstale.weights.codec import file_of
 
@@ -150,10 +149,10 @@ class OldLogitModel(SecondModelScores):
         self._model.on_piece(piece)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Wait for the old log-probabilities of a batch.
+        """Wait for the old log-probabilities of a batch. Return them and a mask of exact ones.
 
-        Return them and a mask of exact ones, `[T]` each. Raises LookupError if a sampled token of
-        the batch was never passed to `on_piece`.
+        Both are `[T]`. Raises LookupError if a sampled token of the batch was never passed to
+        `on_piece`.
         """
         current = self._scorer.version if self._scorer.weights_match_version else -1
         self.add_waits(0.0, self._model.wait_for(pieces_of(batch, current=current)))
@@ -172,9 +171,10 @@ class OldLogitModel(SecondModelScores):
 
 
 def pieces_of(batch: Batch, *, current: int) -> Callable[[PieceKey], bool]:
-    """Return a test for the tokens of a batch whose log-probabilities the second model computes.
+    """Return a function that tells which runs of tokens of a batch the second model scores.
 
-    It is a function of a `PieceKey`. Tokens of the version `current` are left to the trainer.
+    It maps a `PieceKey` to True for a run of the batch's episodes, except for runs of the version
+    `current`, which are left to the trainer.
     """
     episodes = set(batch.episodes)
     return lambda key: key.episode in episodes and key.version != current
@@ -183,8 +183,8 @@ def pieces_of(batch: Batch, *, current: int) -> Callable[[PieceKey], bool]:
 class _ChildLink:
     """The connection to a second model in a child process. The first `load` starts the process.
 
-    A writer thread sends all messages in order, so no caller waits for the socket. The trainer's
-    thread reads the replies.
+    A thread writes all messages in order, so no caller waits for the socket. The trainer's thread
+    reads the replies.
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -193,8 +193,8 @@ class _ChildLink:
         self._started = threading.Event()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="old-logit-writer")
         self._folder = ExitStack()
-        """The temporary folder with the model, which is removed when this is closed. The process
-        reads it only at its start.
+        """A context with the temporary folder of the model, which the process reads at its start.
+        When the context is closed, the folder is removed.
         """
         self._frames = Frames()
 
@@ -265,7 +265,7 @@ class _ChildLink:
 def _pieces_message(pieces: Pieces) -> bytes:
     """Return a message that asks for the log-probabilities of runs of tokens.
 
-    Its body has their routed experts and kept sets, concatenated.
+    The body of the message has their routed experts and kept sets, concatenated.
     """
     rows: list[tuple[PieceKey, Sequence[int], list[Any] | None, int | None]] = []
     body: list[Bytes] = []
@@ -285,7 +285,7 @@ def _pieces_message(pieces: Pieces) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class OldLogitModelSpec(ExactSpec):
-    """Options of the route that computes `old_logp` with a second model in another process."""
+    """Options of the route `old_logit_model`, which computes `old_logp` in another process."""
 
     route: str = "old_logit_model"
     ranks: PositiveInt = 1

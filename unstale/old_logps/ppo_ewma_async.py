@@ -1,4 +1,4 @@
-"""The route `ppo_ewma_async`: `old_logp` is computed with moving averages of the weights."""
+"""The route `ppo_ewma_async`: compute `old_logp` with moving averages of the weights."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 BETA_MAX = 0.95
-"""Largest decay of a moving average. It limits the average's mean age to 19 versions."""
+"""Largest decay of a moving average. The mean age of the averaged weights is then 19 versions."""
 
 
 class PpoEwmaAsync(OldLogps):
     """A route whose old policies are moving averages of the weights, about as old as the tokens.
 
-    The values are never exact (arXiv 2605.12070). When the first batch of a version is scored, the
-    weights of this version are added to the average. The decay is chosen so that the age of the
-    average comes closest to the mean lag of the sampled tokens in this batch and earlier ones
-    (`lag_memory`). Otherwise a single batch of fresh tokens would remove all older weights from the
-    average. The option `beta` sets a fixed decay instead. With several averages, the tokens are
-    sorted by lag and divided into equal parts. The age of each average follows the mean lag of one
-    part. A token is scored by the average whose age is nearest to its lag.
+    Its values are never exact (arXiv 2605.12070). The weights of a version are added to an average
+    when the version's first batch is scored. The decay is chosen so that the age of the average
+    comes closest to the mean lag of sampled tokens (the batches trained on since they were
+    sampled). This mean also counts earlier batches (`lag_memory`). Otherwise one batch of fresh
+    tokens would remove all older weights from the average. The option `beta` sets a fixed decay
+    instead.
 
-    The averages are set to the current weights again if the correction keeps too few tokens in
-    several batches in a row (`reset_below`, `reset_patience`, `reset_cooldown`).
+    With several averages, the tokens are sorted by lag and divided into equal parts, one for each
+    average. A token is scored by the average whose age is nearest to its lag.
+
+    All averages are set to the current weights if the correction keeps too few tokens in several
+    batches in a row (`reset_below`, `reset_patience`, `reset_cooldown`).
     """
 
     needs = Needs(resident_models=1, averages=1, forwards="one")
@@ -53,17 +55,19 @@ class PpoEwmaAsync(OldLogps):
         self._scorer = scorer
         self._options = options
         self._targets: list[float] = []
-        """The mean lag (staleness) that each average follows. Empty before the first batch."""
+        """The age in batches at which each average aims. Empty before the first batch."""
         self._version: int | None = None
         self._judged: int | None = None
-        """The version of the last batch for which a reset was considered. None before the first."""
+        """The version of the last batch whose kept share was recorded (`trained`). None before the
+        first.
+        """
         self._low: list[float] = []
-        """The shares of kept tokens in the last successive batches in which the share was below
+        """The shares of kept tokens in the latest batches, as far back as all are below
         `reset_below`.
         """
         self._since_reset = options.reset_cooldown
         self._due = ""
-        """The reason why the averages will be reset at the next batch. Empty if they will not."""
+        """The reason for resetting the averages at the next batch. "" if they will not be reset."""
         self._events: list[dict[str, Any]] = []
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,9 +171,10 @@ class PpoEwmaAsync(OldLogps):
 
 
 def staleness_targets(lag: Tensor, number: int) -> list[float]:
-    """Return the mean lag of each of `number` equal parts of the tokens, freshest first.
+    """Divide tokens into `number` equal parts by their lag. Return the mean lag of each part.
 
-    The tokens are sorted by their lag before they are divided. Without tokens, every mean is 0.
+    The lag is the number of batches trained on since the token was sampled. The part with the
+    smallest lags comes first. Without tokens, every mean is 0.
 
     >>> import torch
     >>> staleness_targets(torch.tensor([3, 0, 1, 2]), 2)
@@ -183,36 +188,34 @@ def staleness_targets(lag: Tensor, number: int) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class PpoEwmaAsyncSpec(OldLogpsConfig):
-    """Options of the route with moving averages of the weights that are about as old as the
-    data.
-    """
+    """Options of the route `ppo_ewma_async`, which averages weights to the age of the tokens."""
 
     route: str = "ppo_ewma_async"
     makes: ClassVar[type[OldLogps]] = PpoEwmaAsync
     beta: Annotated[float | None, Range(0, 0.9999)] = None
     """Decay of the moving average. None means 0.5 for `ewma_prox`. For `ppo_ewma_async` it means a
-    decay that follows the staleness.
+    decay that follows the age of the tokens (their staleness).
     """
     averages: PositiveInt = 1
     """Only for `ppo_ewma_async`: number of averages of different age. Each token is scored by the
-    average whose age is nearest to its lag (staleness).
+    average whose age is nearest to its lag (the batches trained on since it was sampled).
     """
     lag_memory: Annotated[float, Range(0, 0.99)] = 0.8
-    """Only for `ppo_ewma_async`: weight of the earlier batches in the mean lag that the average
-    follows; 0 uses only the current batch.
+    """Only for `ppo_ewma_async`: weight of the earlier batches in the mean age of tokens (lag) that
+    the average follows; 0 uses only the current batch.
     """
     reset_below: Share = 0.0
-    """Only for `ppo_ewma_async`: reset the averages if the correction keeps a smaller share of
-    tokens than this; 0 never resets.
+    """Only for `ppo_ewma_async`: reset the averages to the current weights if the correction keeps
+    a smaller share of tokens than this; 0 never resets.
     """
     reset_patience: PositiveInt = 3
     """Only for `ppo_ewma_async`: number of batches in a row below `reset_below` before a reset."""
     reset_cooldown: PositiveInt = 10
-    """Only for `ppo_ewma_async`: smallest number of batches between two resets."""
+    """Only for `ppo_ewma_async`: smallest number of batches between two resets of the averages."""
     placement: Literal["twin", "own"] = "twin"
-    """Where past versions or averages are scored: in a second model, or (`own`) in the trained
-    model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
-    keeps averages in main memory.
+    """Where log-probabilities under past versions or averages are computed: by a second model, or
+    (`own`) by the trained model, whose weights are in main memory meanwhile. `own` is slower, needs
+    no second model, and keeps averages in main memory.
     """
 
     fixed: ClassVar = {"averages": "the checkpoint holds so many averages"}

@@ -1,4 +1,4 @@
-"""The route `queue_of_two`: the version published before the newest one gives every `old_logp`.
+"""The route `queue_of_two`: compute every `old_logp` with the version before the newest one.
 
 This is the rule of slime's and miles' `--keep-old-actor`: the trainer keeps the two versions that
 it published last, and takes the older one for the policy that sampled.
@@ -25,8 +25,8 @@ class QueueOfTwo(OldLogps):
     """A route that computes every `old_logp` with the version published before the newest one.
 
     Before the second publication there is only one version, which is used for all tokens. Values
-    are exact for the tokens that the kept version sampled, so for all tokens if every token has lag
-    1.
+    are exact for the tokens that the used version sampled. So all are exact if every token was
+    sampled by the version before the newest one.
     """
 
     needs = Needs(resident_models=1, averages=2, whole_versions=True, forwards="one")
@@ -37,7 +37,7 @@ class QueueOfTwo(OldLogps):
         self._copies = [scorer.make_average(placement=placement) for _ in range(2)]
         """Copies of the weights, the older version first."""
         self._versions: list[int] = []
-        """The numbers of the versions in the copies: the last two that were published, or fewer."""
+        """The version numbers of `_copies`: the last two that were published, or fewer."""
 
     def on_published(self, live: Collection[int]) -> None:
         if self._versions[-1:] == [self._scorer.version]:
@@ -74,16 +74,14 @@ class QueueOfTwo(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class QueueOfTwoSpec(OldLogpsConfig):
-    """Options of the route that computes every `old_logp` with the version before the newest
-    one.
-    """
+    """Options of the route `queue_of_two`, which uses the version before the newest one."""
 
     route: str = "queue_of_two"
     makes: ClassVar[type[OldLogps]] = QueueOfTwo
     placement: Literal["twin", "own"] = "twin"
-    """Where past versions or averages are scored: in a second model, or (`own`) in the trained
-    model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
-    keeps averages in main memory.
+    """Where log-probabilities under past versions or averages are computed: by a second model, or
+    (`own`) by the trained model, whose weights are in main memory meanwhile. `own` is slower, needs
+    no second model, and keeps averages in main memory.
     """
 
     exactness: ClassVar = "for tokens of lag 1"

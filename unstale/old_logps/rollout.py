@@ -1,4 +1,6 @@
-"""The route `rollout`: `old_logp` is the engine's log-probability. So D is 1, and S is pi / mu."""
+"""The route `rollout`: take the engine's log-probability as `old_logp`. D is then 1, and S is pi /
+mu.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class RolloutRoute(OldLogps):
-    """A route that uses the engine's log-probability as `old_logp`, in place of the trainer's.
+    """A route that takes the engine's log-probability as `old_logp`, in place of the trainer's.
 
-    The staleness ratio then also contains the numerical differences between engine and trainer, and
-    a clip acts on them too. With `engine.bitwise` there are no such differences, and the trainer
-    counts the values as exact.
+    The ratio S of the objective then also contains the numerical differences between engine and
+    trainer, and a clip acts on these, too. With `engine.bitwise` there are no such differences, and
+    the trainer counts the values as exact.
     """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 class SnapshotOld(OldLogps):
     """A route that computes `old_logp` with kept weights of the version that sampled the token.
 
-    The route keeps one further copy of the model and the differences between consecutive versions,
-    with which this copy is set to each version in turn. For each version, the copy runs the
+    It keeps one further copy of the model, and the differences between consecutive versions, by
+    which the copy is set to one version after the other. For each version, the copy runs the
     sequences that contain tokens of the version, up to the last such token. Tokens of the current
-    version are scored by the trainer's model until an optimizer step changes it. A thread compares
-    a new version with the one before, while the trainer goes on.
+    version are scored by the trainer's model until an optimizer step changes it. A thread computes
+    the difference of a new version from the one before, while the trainer goes on.
     """
 
     needs = Needs(snapshots=True, resident_models=1, forwards="versions")
@@ -49,8 +49,8 @@ class SnapshotOld(OldLogps):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the old log-probabilities of a batch with kept weights.
 
-        Return them and a mask of exact ones. Raises LookupError if the weights of a version in the
-        batch were dropped.
+        Return them and a mask of exact ones, `[T]` each. Raises LookupError if the weights of a
+        version in the batch were dropped.
         """
         scored = self.scorer.score_versions(batch, batch.sampled, use_trained=True)
         return scored.logp, has_clean_behavior(batch)
@@ -74,14 +74,14 @@ class SnapshotOld(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOldSpec(ExactSpec):
-    """Options of the route that keeps the weights of each version whose tokens await training."""
+    """Options of the route `snapshot_old`, which keeps the weights of past versions."""
 
     route: str = "snapshot_old"
     makes: ClassVar[type[OldLogps]] = SnapshotOld
     placement: Literal["twin", "own"] = "twin"
-    """Where past versions or averages are scored: in a second model, or (`own`) in the trained
-    model, whose weights are in main memory meanwhile. `own` is slower, needs no second model, and
-    keeps averages in main memory.
+    """Where log-probabilities under past versions or averages are computed: by a second model, or
+    (`own`) by the trained model, whose weights are in main memory meanwhile. `own` is slower, needs
+    no second model, and keeps averages in main memory.
     """
 
     docs: ClassVar = RouteDocs(

@@ -2,13 +2,13 @@
 
 At a prefix, pi_S is the student's distribution of the next token, pi_T the teacher's, and Q(a) the
 success rate of the student if the next token is a. The gradient of the success by the student's
-logits is pi_S (Q - sum pi_S Q). Distillation moves them by pi_T - pi_S if its loss is the forward
-KL(pi_T || pi_S), and by -pi_S (log(pi_S / pi_T) - KL(pi_S || pi_T)) if it is the reverse one. The
-cosine of both directions is 1 if distillation raises the success as fast as possible, and negative
-if it lowers it. From "Unmasking On-Policy Distillation", of which only the abstract was at hand.
+logits is pi_S (Q - sum pi_S Q). Distillation moves these logits by pi_T - pi_S if its loss is the
+forward KL(pi_T || pi_S), and by -pi_S (log(pi_S / pi_T) - KL(pi_S || pi_T)) if it is the reverse
+one. The cosine of gradient and movement is 1 if distillation raises the success as fast as
+possible, and negative if it lowers it. From the abstract of "Unmasking On-Policy Distillation".
 
-All functions take candidates for the next token in the last dimension, `[..., K]`. The
-log-probabilities are normalised over them first, as if there were no other tokens.
+All functions take candidates for the next token in the last dimension, `[..., K]`.
+Log-probabilities are first normalised over these candidates, as if there were no other tokens.
 """
 
 import torch
@@ -17,15 +17,13 @@ from torch import Tensor
 
 Candidates = Float[Tensor, "*positions tokens"]
 EQUAL = 1e-9
-"""Largest absolute value of a direction's components that counts as 0. If all are 0, the direction
-has no cosine.
+"""Largest absolute value at which a component of a direction counts as 0. The cosine of a direction
+is NaN if all its components do.
 """
 
 
 def success_direction(student_logp: Candidates, value: Candidates) -> Candidates:
-    """Return the gradient of the expected `value` with respect to the student's logits, `[...,
-    K]`.
-    """
+    """Return the gradient of the expected `value` by the student's logits, `[..., K]`."""
     share = student_logp.softmax(-1)
     lowest = value.amin(-1, keepdim=True)
     relative = value - lowest  # exactly 0 if all values are equal
@@ -49,10 +47,7 @@ def reverse_kl_direction(student_logp: Candidates, teacher_logp: Candidates) -> 
 
 
 def cosine(one: Candidates, other: Candidates) -> Float[Tensor, "*positions"]:
-    """Return the cosine of two directions `[..., K]`, one for each position.
-
-    NaN where one direction is 0.
-    """
+    """Return the cosine of two directions `[..., K]` at each position; NaN where one is 0."""
     norms = one.norm(dim=-1) * other.norm(dim=-1)
     found = (one * other).sum(-1) / norms.clamp(min=torch.finfo(one.dtype).tiny)
     is_zero = (one.abs().amax(-1) <= EQUAL) | (other.abs().amax(-1) <= EQUAL)

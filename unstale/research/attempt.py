@@ -1,18 +1,20 @@
-"""Attempt each task several times, choose one of the attempts, and show what the choice is worth.
+"""Attempt each task several times, choose one of the attempts, and measure what choosing gains.
 
-The choice is the answer that most attempts give, or the winner of a tournament in which the policy
-compares attempts. A further attempt may be made that reads the conclusions of the best ones (PDR),
-or a plan from the first attempt.
+The chosen attempt has the answer that most attempts give, or wins a tournament in which the policy
+compares attempts. Optionally, one more attempt is made, for which the policy reads the conclusions
+of the best attempts (PDR) or a plan from the first attempt.
 """
 
 import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from random import Random
 from string import ascii_uppercase
+from typing import cast
 
 from unstale.builders import build_rollout
 from unstale.builders.sampling import ends_freely
@@ -20,11 +22,15 @@ from unstale.cli.evaluate import HeldOut
 from unstale.cli.grades import EvalResult
 from unstale.config import ConfigError, RunConfig
 from unstale.durability.console import Console
-from unstale.envs import Taskset, Votable, implements, task_text
+from unstale.durability.run_folder import write_whole
+from unstale.envs import Message, Taskset, Votable, implements, task_text
 from unstale.envs.notes import NotedTasks
 from unstale.records import Task, Trajectory
 from unstale.research.attempt_result import PLANNED, AttemptResult
+from unstale.research.collect import CollectedTasks
+from unstale.research.quality_head import QualityHead
 from unstale.research.search import Stages, beam_search
+from unstale.research.served_writer import Writer
 from unstale.research.techniques.retry import DATA, PLAN, PLANNED_BY
 from unstale.research.votes import Choice, by_majority, by_tournament, judge_record
 from unstale.rollout import evaluation
@@ -32,7 +38,7 @@ from unstale.rollout.answers import AnswerReader, last_reply
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import Attempt, FinishedEpisodes
 from unstale.rollout.seeds import derive_seed
-from unstale.rollout.writer import PolicyWriter
+from unstale.rollout.writer import PolicyWriter, question
 
 COMPARE = f"""You compare attempts at a task. {DATA} Decide which attempt is right, or the most \
 likely to be right. End with one line: best: LETTER"""
@@ -44,28 +50,38 @@ _VERDICT = re.compile(r"best:[\W_]*([A-Z])\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptOptions:
-    """How often a task is attempted, and how one of the attempts is chosen."""
+    """Options of attempts: how often a task is attempted, and how one attempt is chosen."""
 
     attempts: int = 8
     votes: int = 0
-    """Number of votes of the policy on each comparison; 0 takes the majority of the answers."""
+    """Number of votes of the policy on each comparison of attempts; 0 chooses the most frequent
+    answer without votes.
+    """
     group: int = 2
     """Number of attempts in a comparison: 2 compares pairs."""
     distil: int = 0
-    """Number of attempts whose conclusions a further attempt reads; 0 makes none."""
+    """Number of attempts whose conclusions the policy reads before one more attempt; 0 makes no
+    such attempt.
+    """
     plan: bool = False
     """Make a second attempt with a plan that the policy writes from the first."""
     summaries: bool = False
-    """Compare summaries that the policy writes, instead of the last replies."""
+    """Let the policy summarise each attempt, and compare the summaries instead of the last
+    replies.
+    """
     search: int = 0
-    """Number of stages of a search, each with `attempts` candidates; 0 makes none."""
+    """Number of stages of a beam search with `attempts` candidates in each stage; 0 makes no
+    search.
+    """
     beam: int = 2
     """Number of candidates that the search keeps after each stage."""
     stage_turns: int = 1
     """Number of replies of a stage. The last one has no limit."""
+    weigh: bool = False
+    """Weigh the answers by the forecasts of success with which the run pruned episodes."""
 
     def check(self, taskset: Taskset) -> None:
-        """Raise `ConfigError` if attempts at the tasks cannot be compared in this way."""
+        """Raise `ConfigError` for options that contradict each other or do not suit the tasks."""
         if not self.attempts > 1:
             raise ConfigError(f"--attempts must be at least 2 to choose, got {self.attempts}")
         if not self.votes and not implements(taskset, Votable):
@@ -82,6 +98,8 @@ class AttemptOptions:
             raise ConfigError(
                 f"--distil must be at most --attempts ({self.attempts}), got {self.distil}"
             )
+        if self.weigh and self.votes:
+            raise ConfigError("--weigh is for the majority of answers: leave out --votes")
         if self.search and not self.votes:
             raise ConfigError("--search needs --votes above 0: the policy judges the candidates")
         names = {"--distil": self.distil, "--plan": self.plan, "--search": self.search}
@@ -92,25 +110,48 @@ class AttemptOptions:
             )
 
 
-def attempt(
+def attempt(  # noqa: PLR0913 - options of a command
     trained: Path | str,
     config: RunConfig,
     options: AttemptOptions,
     *,
+    judge: Writer | None = None,
+    collect: Path | None = None,
     console: Console | None = None,
 ) -> AttemptResult:
     """Attempt the held-out tasks of a configuration, and choose an attempt at each.
 
-    `trained` is a run folder or a model folder. Raises `ConfigError` for wrong settings, and
-    `RunFailed` if a component fails.
+    `trained` is a run folder or a model folder. `judge` compares attempts in place of the policy.
+    With a file `collect`, training tasks are attempted, and successes are written to it. Raises
+    `ConfigError` for wrong settings, and `RunFailed` if a component fails.
     """
-    return attempt_all(HeldOut.of(trained, config, options.attempts), options, console=console)
+    head = QualityHead.of(Path(trained), config) if options.weigh else None
+    held_out = HeldOut.of(trained, config, options.attempts)
+    if not collect:
+        return attempt_all(held_out, options, head=head, judge=judge, console=console)
+    if ends_freely(held_out.taskset):
+        raise ConfigError("--collect needs tasks with an environment, not an external agent")
+    taskset = CollectedTasks(held_out.taskset)
+    drawn = islice(held_out.taskset.train(config.seed), config.eval.tasks)
+    tasks = [task for task in drawn for _ in range(options.attempts)]
+    held_out = replace(held_out, taskset=cast(Taskset, taskset), tasks=tasks)
+    result = attempt_all(held_out, options, head=head, judge=judge, console=console)
+    write_whole(collect, "".join(f"{row}\n" for row in taskset.rows()), durable=True)
+    return result
 
 
 def attempt_all(
-    held_out: HeldOut, options: AttemptOptions, *, console: Console | None = None
+    held_out: HeldOut,
+    options: AttemptOptions,
+    *,
+    head: QualityHead | None = None,
+    judge: Writer | None = None,
+    console: Console | None = None,
 ) -> AttemptResult:
-    """Attempt held-out tasks as `attempt` does. `held_out` has each `options.attempts` times."""
+    """Attempt held-out tasks as `attempt` does. `held_out` has each `options.attempts` times.
+
+    `head` weighs the answers of attempts, and `judge` compares attempts in place of the policy.
+    """
     options.check(held_out.taskset)
     if not held_out.config.eval.temperature:
         raise ConfigError(
@@ -119,13 +160,13 @@ def attempt_all(
         )
 
     async def work(rollout: Rollout, progress: Callable[..., None]) -> AttemptResult:
-        return await _Procedure(held_out, options, rollout, progress).run()
+        return await _Procedure(held_out, options, head, judge, rollout, progress).run()
 
     return held_out.run(work, console=console)
 
 
 class KeptEpisodes(FinishedEpisodes):
-    """The finished episodes of an evaluation, by attempt."""
+    """The finished episodes of an evaluation, by task and number of the attempt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,26 +178,36 @@ class KeptEpisodes(FinishedEpisodes):
 
 
 class _Procedure:
-    """Attempts at all tasks, and the choices among them, while the engine runs."""
+    """One execution of the command: attempts at all tasks, and the choices among them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what chooses, and what it chooses among
         self,
         held_out: HeldOut,
         options: AttemptOptions,
+        head: QualityHead | None,
+        judge: Writer | None,
         rollout: Rollout,
         progress: Callable[..., None],
     ) -> None:
         self._held_out = held_out
         self._options = options
+        self._head = head
+        if head:  # it reads the signals of sampled tokens
+            make = build_rollout(held_out.config, held_out.taskset)
+            generator = replace(rollout.generator, signals=True)
+            rollout = make(generator, held_out.taskset, held_out.config.rollout)
         self._rollout = rollout
         self._progress = progress
         self._writer = PolicyWriter(rollout.generator)
+        self._judge = judge or self._writer
         self._seed = held_out.config.seed
         self._tasks = held_out.tasks[:: options.attempts]
         self._kept = KeptEpisodes()
 
     async def run(self) -> AttemptResult:
-        """Attempt the tasks, choose, and attempt them again as the options say."""
+        """Attempt the tasks, choose an attempt at each, and make the further attempts of the
+        options.
+        """
         options = self._options
         graded = await self._evaluate(self._rollout, self._held_out.tasks, self._kept)
         tokens = {"attempts": _sampled(self._kept)}
@@ -164,6 +215,10 @@ class _Procedure:
         if options.votes:
             tokens["votes"] = self._writer.tokens
         chosen = {self._name_of_choice(): [self._success(task, choices) for task in self._tasks]}
+        if self._head:
+            plain = {task.key: self._majority(task, None) for task in self._tasks}
+            name = f"majority of {options.attempts} answers"
+            chosen[name] = [self._success(task, plain) for task in self._tasks]
         if options.distil:
             notes = self._conclusions(choices)
             name = f"answer from {options.distil} attempts"
@@ -196,7 +251,8 @@ class _Procedure:
     def _name_of_choice(self) -> str:
         options = self._options
         if not options.votes:
-            return f"majority of {options.attempts} answers"
+            weighted = "weighted " if self._head else ""
+            return f"{weighted}majority of {options.attempts} answers"
         votes = "1 vote" if options.votes == 1 else f"{options.votes} votes"
         return f"best by {votes} on each {'pair' if options.group == 2 else f'{options.group}'}"
 
@@ -213,10 +269,11 @@ class _Procedure:
         )
 
     async def _again(self, notes: Mapping[str, str]) -> tuple[list[bool | None], int]:
-        """Return the success of one more attempt at each task, and its number of tokens.
+        """Make one more attempt at each task. Return their successes and the number of sampled
+        tokens.
 
-        `notes` has what the attempt reads, by task. The random numbers are those of the first
-        attempt, so without notes the attempt is the same.
+        `notes` has, by task key, a text that the policy reads first. The seeds are those of the
+        first attempt, so that only the note makes a difference.
         """
         config, taskset = self._held_out.config, NotedTasks(self._held_out.taskset, notes)
         make = build_rollout(config, taskset)
@@ -225,7 +282,9 @@ class _Procedure:
         return await self._evaluate(rollout, self._tasks, kept), _sampled(kept)
 
     async def _choose(self) -> dict[str, Choice]:
-        """Return the choice among the finished attempts at each task. No element without one."""
+        """Return the choice at each task, by task key. Tasks without a finished attempt are left
+        out.
+        """
         done = 0
         self._progress("choices", done=0, total=len(self._tasks))
 
@@ -242,28 +301,39 @@ class _Procedure:
         return {key: choice for key, choice in results.items() if choice}
 
     async def _choose_one(self, task: Task) -> Choice | None:
-        options = self._options
+        if not self._options.votes:
+            return self._majority(task, self._head)
+        numbers = sorted(self._episodes(task))
+        texts = {number: await self._text(task, number) for number in numbers}
+        return await self._tournament(task, texts) if texts else None
+
+    def _majority(self, task: Task, head: QualityHead | None) -> Choice | None:
+        """Return the choice by the attempts' answers, which `head` weighs. None without one."""
         episodes = self._episodes(task)
         numbers = sorted(episodes)
         if not numbers:
             return None
-        if not options.votes:
-            random = Random(derive_seed(self._seed, "choice", task.key))
-            read = AnswerReader(self._held_out.taskset, self._rollout.generator.chat)
-            choice = by_majority([read(episodes[number]) for number in numbers], random)
-            return Choice(tuple(numbers[place] for place in choice.ranking))
-        texts = {number: await self._text(task, number) for number in numbers}
-        return await self._tournament(task, texts)
+        random = Random(derive_seed(self._seed, "choice", task.key))
+        read = AnswerReader(self._held_out.taskset, self._rollout.generator.chat)
+        weights = [head.chance(episodes[number]) for number in numbers] if head else None
+        answers = [read(episodes[number]) for number in numbers]
+        choice = by_majority(answers, random, weights)
+        return Choice(tuple(numbers[place] for place in choice.ranking))
 
     async def _tournament(self, task: Task, texts: Mapping[int, str], *place: int) -> Choice:
-        """Return the choice of the policy among texts, by number. `place` makes other seeds."""
+        """Return the policy's ranking of `texts`, which have the numbers of the attempts as keys.
+
+        `place` makes the seeds of one stage of a search differ from those of another.
+        """
         options = self._options
 
         async def ask(attempts: Sequence[int], vote: int) -> int | None:
             letters = dict(zip(ascii_uppercase, attempts, strict=False))
             seed = derive_seed(self._seed, "vote", *place, task.key, *sorted(attempts), vote)
             shown = {letter: texts[number] for letter, number in letters.items()}
-            verdict = await self._writer.write(COMPARE, seed, task=self._words(task), **shown)
+            shown = {"task": self._words(task), **shown}
+            prompt = question(self._rollout.generator, COMPARE, shown)
+            verdict = await self._judge.reply((Message("user", prompt),), seed)
             return letters.get(read_letter(verdict))
 
         random = Random(derive_seed(self._seed, "choice", *place, task.key))
@@ -272,7 +342,7 @@ class _Procedure:
         )
 
     async def _text(self, task: Task, number: int) -> str:
-        """Return what the judge reads of an attempt: its last reply, or a summary."""
+        """Return the text of an attempt that the policy compares: its last reply, or a summary."""
         episode = self._episodes(task)[number]
         if not self._options.summaries:
             return self._last_reply(episode)
@@ -281,9 +351,9 @@ class _Procedure:
         return await self._writer.write(SUMMARISE, seed, task=self._words(task), attempt=attempt)
 
     def _conclusions(self, choices: Mapping[str, Choice]) -> dict[str, str]:
-        """Return the note with the conclusions of the best attempts, by task.
+        """Return a note with the conclusions of the best attempts at each task, by task key.
 
-        Together they have at most as many characters as the context has tokens, so that they fit.
+        A note has at most about `engine.max_context` characters, so that it fits into the context.
         """
         notes = {}
         most = self._held_out.config.engine.max_context // self._options.distil
@@ -296,7 +366,10 @@ class _Procedure:
         return notes
 
     async def _search(self) -> tuple[list[bool | None], int]:
-        """Return the success of a search at each task, and its number of tokens with votes."""
+        """Search at each task. Return the successes of the best candidates, and the sampled tokens.
+
+        The tokens include those of the policy's votes.
+        """
         options, before = self._options, self._writer.tokens
         places = asyncio.Semaphore(max(1, evaluation.MAX_CONCURRENT // options.attempts))
         sampled = 0
@@ -327,7 +400,7 @@ class _Procedure:
         return [each.result() for each in asked], sampled + self._writer.tokens - before
 
     async def _plans(self) -> dict[str, str]:
-        """Return the note with a plan from the first attempt, by task. Empty without a plan."""
+        """Return a note with a plan from the first attempt at each task, by task key, or ""."""
 
         async def plan(task: Task) -> str:
             episode = self._episodes(task).get(0)
@@ -343,7 +416,7 @@ class _Procedure:
         return {key: each.result() for key, each in asked.items()}
 
     def _episodes(self, task: Task) -> dict[int, Trajectory]:
-        """Return the finished attempts at a task by number."""
+        """Return the finished attempts at a task, by their numbers."""
         attempts = ((task.key, number) for number in range(self._options.attempts))
         return {
             each[1]: self._kept.episodes[each] for each in attempts if each in self._kept.episodes
@@ -356,7 +429,7 @@ class _Procedure:
             for number in range(self._options.attempts)
         ]
 
-    def _success(self, task: Task, choices: Mapping[str, Choice]) -> bool | None:
+    def _success(self, task: Task, choices: Mapping[str, Choice | None]) -> bool | None:
         """Return the success of the chosen attempt. None if all attempts failed."""
         choice = choices.get(task.key)
         return self._episodes(task)[choice.ranking[0]].success if choice else None
@@ -378,7 +451,7 @@ class _Procedure:
 
 
 def read_letter(verdict: str) -> str:
-    """Return the letter that a verdict names as the best. Empty if it names none.
+    """Return the letter that a verdict names as the best attempt, or "".
 
     >>> read_letter("B errs. Best: A"), read_letter("C."), read_letter("A or B")
     ('A', 'C', '')

@@ -1,4 +1,4 @@
-"""The result of several attempts at each task: success of one, of the chosen one, and of any."""
+"""The result of several attempts at each task: the success of one, of the chosen, and of any."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,31 +12,35 @@ from unstale.observe.statistics import PairedDifference, paired_difference
 from unstale.research.votes import JudgeRecord
 
 ALPHA = 0.05
-"""Probability with which an interval misses the true value."""
+"""Probability that a confidence interval does not contain the true success rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptResult:
-    """The success of attempts and of choices among them, by task."""
+    """The success of attempts, and of different ways to choose among them."""
 
     attempts: EvalResult
     first: tuple[bool | None, ...]
-    """The success of the first attempt at each task, None for a failed episode."""
+    """Success of the first attempt at each task; None if its episode failed."""
     chosen: Mapping[str, Sequence[bool | None]]
-    """The success of a choice at each task, by the name of the way of choosing."""
+    """For each way of choosing, by name: the success of the chosen attempt at each
+    task, or None.
+    """
     judge: Sequence[JudgeRecord] = ()
-    """The record of the judge on each task with right and wrong attempts."""
+    """The judge's accuracy on each task that has both right and wrong attempts."""
     unread: float = 0.0
-    """Share of the judge's votes that named no attempt."""
+    """Share of the judge's votes from which no choice could be read."""
     tokens: Mapping[str, int]
-    """Numbers of sampled tokens, by what they were sampled for."""
+    """Numbers of sampled tokens by purpose."""
 
     @property
     def ceiling(self) -> str:
         return f"pass@{self.attempts.attempts}"
 
     def rows(self) -> dict[str, TaskMean]:
-        """Return the success of one attempt, of each choice, and of any attempt, by name."""
+        """Return mean successes by name: of one attempt, of each way of choosing, and of any
+        attempt.
+        """
         chosen = {
             name: mean_over_tasks([float(each is True) for each in graded])
             for name, graded in self.chosen.items()
@@ -49,10 +53,11 @@ class AttemptResult:
         }
 
     def gain(self, name: str) -> PairedDifference | None:
-        """Return the success of a choice minus the mean of all attempts, paired by task.
+        """Return the success of the way of choosing `name` minus that of one attempt, paired by
+        task.
 
-        A second attempt with a plan is compared with the first. None if no task differs, or there
-        is only one task.
+        One attempt is the mean of all, except for a second attempt with a plan, which is compared
+        with the first. None if no task differs or there is only one task.
         """
         graded = [float(each is True) for each in self.chosen[name]]
         if name == PLANNED:
@@ -62,7 +67,9 @@ class AttemptResult:
         return paired_difference([one - other for one, other in zip(graded, base, strict=True)])
 
     def judge_rows(self) -> dict[str, TaskMean]:
-        """Return the judge's success in votes and in comparisons, and that of chance, by name."""
+        """Return the judge's accuracy by name: in votes, in comparisons, and that of random
+        choice.
+        """
         if not self.judge:
             return {}
         return {
@@ -72,7 +79,7 @@ class AttemptResult:
         }
 
     def judge_text(self) -> str:
-        """Return a sentence about what the judge's votes are worth. Empty without a judge."""
+        """Return a sentence about the accuracy of the judge. Empty if there was no judge."""
         if "votes" not in self.tokens:
             return ""
         if not self.judge:
@@ -100,7 +107,11 @@ class AttemptResult:
         }
 
     def table(self) -> Table:
-        """Return the success rates with their intervals, and what a choice adds to one attempt."""
+        """Return a table of success rates with confidence intervals, and of the gain of each
+        choice.
+
+        The gain is the difference from one attempt.
+        """
         table = Table("", "success", "95% interval", "gain", title=str(self.attempts))
         for name, mean in self.rows().items():
             gain = self.gain(name) if name in self.chosen else None
@@ -112,7 +123,7 @@ class AttemptResult:
 
 
 PLANNED = "second attempt with a plan"
-"""The name of a choice that is compared with the first attempt."""
+"""The name of the second attempt with a plan, which is compared with the first attempt."""
 
 
 def _cells(mean: TaskMean) -> tuple[str, str]:

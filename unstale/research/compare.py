@@ -35,7 +35,7 @@ SHARED = (
     "schedule.groups_per_step",
     "schedule.group_size",
 )
-"""Options that must be the same in all configurations of a comparison. So must the options of
+"""Options that all configurations of a comparison must have in common. So must the options of
 `eval`.
 """
 
@@ -49,9 +49,10 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """The configuration's name without characters that folder names cannot have.
+        """The configuration's name with `-` in place of characters that are not allowed in folder
+        names.
 
-        The folder names of its runs begin with it.
+        The folder name of each of its runs begins with it.
         """
         return re.sub(r"[^A-Za-z0-9_.]+", "-", self.name).strip("-.")
 
@@ -141,7 +142,7 @@ class ComparisonPlan:
     folder: Path
     runs: tuple[Planned, ...]
     warnings: Mapping[str, Sequence[str]]
-    """The linter's warnings about each configuration, by its name."""
+    """The linter's warnings about each configuration, by the configuration's name."""
     reference: str = ""
     """Name of the configuration with which the others are compared. If empty, the page of results
     chooses one.
@@ -179,7 +180,7 @@ class ComparisonPlan:
 def plan(
     arms: Sequence[Arm], seeds: int, *, recipe: str, values: Mapping[str, Any]
 ) -> ComparisonPlan:
-    """Return the runs of a comparison, with configurations that the linter accepts.
+    """Return the runs of a comparison. Raises `ConfigError` if the linter refuses a configuration.
 
     All configurations (arms) have the options in `values` and train for the same number of steps,
     without the recipe's limit in minutes. If the recipe evaluates only at start and end, the runs
@@ -214,7 +215,9 @@ def plan(
 
 
 def _distinct(arms: Sequence[Arm]) -> None:
-    """Raise ConfigError if configurations share a folder name, or one changes a shared option."""
+    """Raise ConfigError if configurations share a folder name, or if one sets an option of
+    `SHARED`.
+    """
     counts = Counter(arm.folder for arm in arms)
     for arm in arms:
         if not arm.folder or counts[arm.folder] > 1:

@@ -1,7 +1,7 @@
 """Execution of the planned runs of a comparison or a study, each in a separate process.
 
-The folder has `launches.jsonl` with the start and end of each process. After an interruption, the
-same command continues.
+`launches.jsonl` in the plan's folder has the start and end of each process. After an interruption,
+the same command continues.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ ON_CORES = (
     "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); "
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
-"""Source code of a program that executes a command on given CPU cores. The number of threads of a
-run depends on these cores.
+"""Source code of a program that runs a command on the given CPU cores. The run derives its number
+of threads from them.
 """
 
 GRACE_S = 90.0
@@ -47,7 +47,9 @@ GRACE_S = 90.0
 
 
 class Plan(Protocol):
-    """The planned runs of a comparison, or of a study, which consists of several comparisons."""
+    """An interface that the plans of a comparison and of a study (several
+    comparisons) implement.
+    """
 
     @property
     def folder(self) -> Path: ...
@@ -56,11 +58,11 @@ class Plan(Protocol):
     def comparisons(self) -> Sequence[ComparisonPlan]: ...
 
     def remember(self, command: str) -> None:
-        """Write the plan into the folder. Plans that earlier commands wrote are kept."""
+        """Write the plan into its folder. Runs that earlier commands planned are kept."""
         ...
 
     def write(self) -> Path:
-        """Write the results. Return the path of the main tables."""
+        """Write the results of the finished runs. Return the path of the main tables."""
         ...
 
 
@@ -107,7 +109,7 @@ def compare(
 
 
 def _warnings(plans: Sequence[ComparisonPlan]) -> list[str]:
-    """Return each warning of the linter once, with the configurations to which it applies."""
+    """Return the linter's warnings, each once and with the configurations that it is about."""
     arms: dict[str, list[str]] = {}
     for plan in plans:
         for arm, texts in plan.warnings.items():
@@ -130,9 +132,9 @@ def _took(plans: Sequence[ComparisonPlan]) -> list[float]:
 
 
 def _shares(jobs: int, runs: Sequence[Planned]) -> list[tuple[int, ...]]:
-    """Return the CPU cores for each of `jobs` concurrent runs.
+    """Return the CPU cores of each of `jobs` concurrent runs.
 
-    If there is only one job, its entry is empty, which means all cores.
+    With one job, its tuple is empty, which stands for all cores.
     """
     if jobs == 1:
         return [()]
@@ -151,9 +153,9 @@ def _shares(jobs: int, runs: Sequence[Planned]) -> list[tuple[int, ...]]:
 
 
 def _holds(run: Planned) -> bool:
-    """Return True if the folder of a planned run has this run and it has finished.
+    """Return True if the folder of a planned run contains this run, finished.
 
-    Raises ConfigError if the folder has a run of another configuration.
+    Raises ConfigError if it contains a run of another configuration.
     """
     if not (run.folder / CONFIG).is_file():
         return False
@@ -172,7 +174,9 @@ def _holds(run: Planned) -> bool:
 
 
 class _Launcher:
-    """A starter of runs that prints the progress. Each set of cores has one run at a time."""
+    """A launcher of runs that prints their progress. Each set of cores executes
+    one run at a time.
+    """
 
     def __init__(
         self, plan: Plan, console: Console, *, shares: Sequence[Sequence[int]], lock: int
@@ -192,7 +196,9 @@ class _Launcher:
         }
 
     async def run(self, runs: Sequence[Planned], finished: int) -> None:
-        """Run these runs. `finished` is the number of runs that earlier commands finished."""
+        """Execute the given runs. `finished` is the number of runs that earlier commands have
+        finished.
+        """
         self._left = len(runs)
         self._all = finished + self._left
         asyncio.get_running_loop().add_signal_handler(
@@ -240,9 +246,9 @@ class _Launcher:
                 write_comparison(run.folder.parent)
 
     def _name(self, run: Planned) -> str:
-        """Return the path of a run's folder within the plan's folder.
+        """Return the path of a run's folder, relative to the plan's folder.
 
-        In a study it begins with the setting.
+        In a study, it begins with the name of the setting.
         """
         return str(run.folder.relative_to(self._folder))
 
@@ -295,7 +301,9 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _set_aside(run: Planned) -> None:
-    """Rename the folder and log of an unfinished run, which starts again from the beginning."""
+    """Rename the folder and the log of an unfinished run that will be started from
+    the beginning.
+    """
     if not run.folder.exists():
         return
     names = (f"{run.folder.name}-attempt{number}" for number in itertools.count(1))
@@ -306,9 +314,9 @@ def _set_aside(run: Planned) -> None:
 
 
 def _last_row(run: Planned) -> Mapping[str, Any]:
-    """Return the newest row of a run's metrics, read from the end of the file.
+    """Return the newest row of a run's metrics. Empty if there is none.
 
-    Empty if there is none.
+    It is read from the end of the file.
     """
     path = run.folder / METRICS
     if not path.is_file():

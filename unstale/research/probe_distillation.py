@@ -1,7 +1,7 @@
 """The command `probe-distillation`: measure whether distillation raises success.
 
-A prefix is the beginning of one of a run's saved episodes. The environment is played again up to
-the prefix, as in a resumed run, and the student continues from there.
+A prefix is the beginning of a saved episode of a run. The environment is played again up to the
+prefix, as in a resumed run, and the student continues from there.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from unstale.rollout.seeds import derive_seed
 from unstale.techniques.distil import SELF, DistilConfig
 
 CLASSES = {True: "correct", False: "incorrect"}
-"""The names of the two classes of saved episodes, by success."""
+"""The names of the two classes of saved episodes: failed ones and successful ones."""
 WARNED_SHARE = 0.02
 """Share of failed rollouts above which a warning is printed, because the results leave them out."""
 FIGURES = ("forward", "reverse", "agreement", "student_share", "teacher_share")
@@ -58,11 +58,13 @@ class ProbeOptions:
     rollouts: int = 8
     top: int = 4
     student: str = ""
-    """The model folder of the student, the policy to be trained. Empty means the policy of the
-    run.
+    """Model folder of the student, the policy that would be trained. Empty means
+    the run's policy.
     """
     contexts: tuple[str, ...] = ("",)
-    """Texts that only the teacher reads, as `distil.context`, each compared with the others."""
+    """Texts that only the teacher reads, as `distil.context`. Each is measured, and they are
+    compared.
+    """
 
     def __post_init__(self) -> None:
         if self.prefixes < 2 or self.rollouts < 2 or self.rollouts % 2 or self.top < 1:
@@ -74,7 +76,7 @@ class ProbeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The beginning of a saved episode, up to a sampled token that is left out."""
+    """The beginning of a saved episode, up to a sampled token, which is not part of it."""
 
     task: Task
     env_seed: int
@@ -88,13 +90,17 @@ class Prefix:
         return tuple(token for piece in self.pieces for token in piece.tokens)
 
     def extended(self, token: int) -> tuple[Piece, ...]:
-        """Return the tokens of the prefix with one more sampled token."""
+        """Return the pieces (runs of tokens) of the prefix, followed by the
+        sampled token `token`.
+        """
         return (*self.pieces, Sampled((token,), (0.0,), version=0))
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The K next tokens that are tried at a prefix, with both policies' log-probabilities `[K]`."""
+    """K candidates for the token after a prefix, with their log-probabilities `[K]` for both
+    policies.
+    """
 
     tokens: tuple[int, ...]
     student_logp: Tensor
@@ -122,25 +128,29 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The results of the command, separately for successful and failed saved episodes."""
+    """The results for one teacher's text, separately for prefixes of successful and failed
+    episodes.
+    """
 
     figures: Mapping[str, Mapping[str, Mean]]
-    """Means by class of episodes and by name. `forward` and `reverse` are the cosines of the
-    direction of success with those of both distillation losses. `agreement` is the cosine of two
-    directions of success, each from half of the rollouts. `student_share` and `teacher_share` are
-    the total probability of the candidates under each policy.
+    """Means over prefixes, by class of the prefix's episode (success or failure), then by name.
+
+    Each cosine compares two directions of change of the student's logits. `forward` and `reverse`
+    compare the direction that raises success with those of the two distillation losses. `agreement`
+    compares the directions that raise success by two halves of the rollouts. `student_share` and
+    `teacher_share` are the total probability of the candidates under each policy.
     """
     indifferent: Mapping[str, int]
-    """For each class of episodes, the number of prefixes at which all candidates have the same
-    success rate.
+    """For each class of episodes: the number of prefixes at which every candidate has the same
+    success rate, so that no direction raises success.
     """
     episodes: int
     failed: int
-    """Number of rollouts whose environment failed. They are left out of the figures."""
+    """Number of rollouts whose environment failed. The results leave them out."""
     sampled_tokens: int
     seconds: float
     context: str = ""
-    """The text that only the teacher reads."""
+    """The text that only the teacher reads; empty for none."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -155,7 +165,9 @@ class Alignment:
         return table
 
     def cost(self) -> str:
-        """Return a text with the numbers of episodes and sampled tokens, and the seconds."""
+        """Return a text with the numbers of episodes and of sampled tokens, and the duration in
+        seconds.
+        """
         failed = f", {self.failed} failed" if self.failed else ""
         return (
             f"{self.episodes} episodes{failed}, {self.sampled_tokens} sampled tokens, "
@@ -173,18 +185,18 @@ def probe_distillation(
 ) -> list[Alignment]:
     """Measure whether distillation from a teacher would raise a student's success.
 
-    The result has an element for each of `options.contexts`. All are compared at the same prefixes,
-    with the same tokens and episodes. So a policy as its own teacher shows which context to use.
+    Return a result for each text of `options.contexts`, all from the same prefixes, tokens and
+    episodes. With a policy as its own teacher, they show which text to use.
 
     Prefixes are the beginnings of finished episodes in the journal of `run`, half of them successes
     if there are enough. At each prefix, the `top` most probable next tokens of the teacher and of
-    the student are tried, with `rollouts` episodes of the student for each token. An element
-    compares the token changes that raise success with those that distillation would make. Raises
-    `ConfigError` before any episode if a model cannot score sequences of `engine.max_context`
-    tokens, if the tokenizers of the two differ, if an external agent calls the policy, if
-    `engine.logit_bias` is set (the two models are compared as they are), or if the journal has no
-    finished episode. It is also raised if an environment cannot be played again up to a prefix.
-    Raises `RunFailed` if a component fails.
+    the student are tried, with `rollouts` episodes of the student for each token. A result compares
+    the changes of the token probabilities that raise success with those that distillation would
+    make. Raises `ConfigError` before any episode if a model cannot score sequences of
+    `engine.max_context` tokens, if the tokenizers of the two differ, if an external agent calls the
+    policy, if `engine.logit_bias` is set (the two models are compared as they are), or if the
+    journal has no finished episode. It is also raised if an environment cannot be played again up
+    to a prefix. Raises `RunFailed` if a component fails.
     """
     console = console or Console(soft_wrap=True)
     if config.engine.logit_bias:
@@ -261,7 +273,7 @@ def probe_distillation(
 def _with_contexts(
     config: RunConfig, teacher: Policy, prefixes: Sequence[Prefix], contexts: Sequence[str]
 ) -> list[list[tuple[int, ...]]]:
-    """Return the tokens of each prefix with each context in its prompt."""
+    """For each prefix, return its tokens with each of the texts in its prompt."""
     if not any(contexts):
         return [[each.tokens] * len(contexts) for each in prefixes]
     taskset = build_taskset(config.task)
@@ -274,7 +286,7 @@ def _with_contexts(
 
 
 def _placed(lessons: Lessons | None, prefix: Prefix) -> tuple[int, ...]:
-    """Return the tokens of a prefix, with the text of its lesson in the prompt."""
+    """Return the tokens of a prefix, with the text of `lessons` in its prompt."""
     if lessons is None:
         return prefix.tokens
     first = next(
@@ -287,7 +299,7 @@ def _placed(lessons: Lessons | None, prefix: Prefix) -> tuple[int, ...]:
 def choose_prefixes(journal: JournalReader, number: int, random: Random) -> list[Prefix]:
     """Return beginnings of `number` different finished episodes, each up to a random sampled token.
 
-    Half of them are of successes, or fewer if there are not enough. Episodes with several
+    Half of the episodes are successes, as far as the journal has enough. Episodes with several
     conversations are left out. The result is shorter if the journal has fewer episodes. Raises
     `ConfigError` if it has none.
     """
@@ -336,10 +348,11 @@ def _cut(item: Trajectory, seed: int, random: Random) -> Prefix:
 def choose_candidates(
     student_logp: Tensor, teacher_logps: Sequence[Tensor], top: int
 ) -> list[Candidates]:
-    """Return the most probable tokens of the policies: the same tokens for each of the teachers.
+    """Return the candidates for the next token, one result for each teacher.
 
-    The arguments are log-probabilities `[V]`. Tokens that are impossible for one of the policies
-    are left out.
+    The candidates are the `top` most probable tokens of the student and of every teacher, so all
+    results have the same tokens. The arguments are log-probabilities `[V]`. Tokens that are
+    impossible for one of the policies are left out.
     """
     every = torch.stack([student_logp, *teacher_logps])
     possible = every.isfinite().all(0).nonzero().squeeze(1)
@@ -375,9 +388,9 @@ async def _play(  # noqa: PLR0913 - two of them are options
     config: RunConfig,
     display: LiveDisplay,
 ) -> list[list[list[Trajectory | Failure]]]:
-    """Play the episodes of each prefix and candidate token, and return them.
+    """Return the outcomes of the episodes, by prefix, candidate token and rollout.
 
-    At most as many episodes run at the same time as in a training run.
+    At most as many episodes run concurrently as in a training run.
     """
     schedule = config.schedule
     num_tickets = (schedule.max_staleness + 1) * schedule.groups_per_step
@@ -448,9 +461,9 @@ def _flat(
 def _of_prefix(
     each: Candidates, outcomes: Sequence[Sequence[Trajectory | Failure]]
 ) -> Mapping[str, float]:
-    """Return the results for one prefix by name.
+    """Return the results for one prefix, by name. `outcomes` has a row for each candidate token.
 
-    The cosines are NaN if a token has no finished episode.
+    The cosines are NaN if a candidate has no finished episode.
     """
     whole, first, second = (
         torch.tensor([_rate(row[part]) for row in outcomes], dtype=torch.float64)

@@ -2,7 +2,8 @@
 
 Each policy has a small value model, which forecasts its success at a task from the task's words and
 from the policy's results at other tasks. A task goes to the policy with the largest forecast minus
-`price` times the policy's cost. Half of the tasks are routed, by the results of the other half.
+`price` times the policy's cost. Results at half of the tasks train the value models, which route
+the other half.
 """
 
 import json
@@ -21,27 +22,29 @@ from unstale.research.techniques.value_model import Results, ValueModel
 STEPS = 100
 """Number of optimizer steps of each value model."""
 WIDTH, RATE = 0.1, 0.03
-"""The width and the learning rate of the value models, as in `predicted_sampler`."""
+"""Width and learning rate of the value models, as in `predicted_sampler`."""
 FEWEST = 8
-"""Smallest number of tasks in each half."""
+"""Smallest number of tasks in each half: those of the forecasts and those that are routed."""
 
 Counts = Mapping[str, tuple[int, int]]
-"""Successes and attempts of a policy, by the key of a task."""
+"""One policy's results: by task key, the numbers of successes and attempts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What a choice of policies is worth on the routed tasks."""
+    """The success and the cost of the routed tasks if one way of choosing policies is used."""
 
     success: float
     cost: float
-    """Mean cost of a task."""
+    """Mean cost per task, in the unit of the given costs."""
     shares: tuple[float, ...]
-    """The share of the tasks that each policy gets."""
+    """Share of the tasks that each policy gets, in the order of the policies."""
 
 
 def read_counts(path: Path) -> Counts:
-    """Read the results of `unstale eval --save`. Raises `ConfigError` for another file."""
+    """Read the results of `unstale eval --save`. Raises `ConfigError` for a file
+    of another kind.
+    """
     counts: dict[str, tuple[int, int]] = {}
     try:
         _, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -56,10 +59,12 @@ def read_counts(path: Path) -> Counts:
 def route(
     texts: Mapping[str, str], results: Sequence[Counts], costs: Sequence[float], price: float
 ) -> dict[str, Routed]:
-    """Return the worth of the router, of each policy for all tasks, and of the best choice.
+    """Return success and cost of the router, of each policy used for all tasks, and of the best
+    choice.
 
-    `texts` has the words of each task by its key. Raises `ConfigError` if fewer than `FEWEST` tasks
-    in one of the halves have results of all policies.
+    `texts` has each task's words by its key. `results` and `costs` have an element for each policy.
+    `price` converts cost to success. Raises `ConfigError` if one half of the tasks has fewer than
+    `FEWEST` tasks with results of all policies.
     """
     keys = [key for key in texts if texts[key] and all(key in counts for counts in results)]
     known = [key for key in keys if crc32(key.encode()) % 2]
@@ -91,7 +96,11 @@ def _rates(counts: Counts, keys: Sequence[str]) -> Array:
 
 
 def _forecast(fit: Array, counted: tuple[Array, Array], new: Array) -> Array:
-    """Return the forecast success `[n]` at tasks with vectors `new`, from results at others."""
+    """Return the forecast success `[n]` at the tasks with embeddings `new`.
+
+    The forecast is learned from the successes and attempts `counted` at the tasks with embeddings
+    `fit`.
+    """
     past = Results(fit, *counted)
     model = ValueModel(DIMENSIONS, width=WIDTH, lr=RATE)
     model.train(past, steps=STEPS)

@@ -1,6 +1,7 @@
-"""Search over the stages of an attempt: after each one a judge keeps the best, and these go on.
+"""Beam search over the stages of an attempt: after each stage, a judge selects the attempts to
+continue.
 
-A stage is a number of replies, such as those that find the place of a fault, change it and test the
+A stage is a number of replies, such as those that find a fault, change the code and test the
 change. From SWE-Reasoner, whose judge is a reward model.
 """
 
@@ -26,10 +27,11 @@ async def beam_search(
     width: int,
     beam: int,
 ) -> T | None:
-    """Return the best candidate after some stages. None if none is left.
+    """Return the best candidate after `stages` stages. None if no candidate is left.
 
-    `extend` makes candidates of the stage with a number from 1, from a kept one or, at first, from
-    None; `width` candidates in each stage. `rank` orders them, and the first `beam` are kept.
+    `extend(kept, number, stage)` returns `number` candidates of the stage (1, 2, ...) that continue
+    the candidate `kept`, which is None in stage 1. Each stage has `width` candidates in total.
+    `rank` sorts them, best first, and the first `beam` are kept.
     """
     kept: Sequence[T | None] = [None]
     for stage in range(1, stages + 1):
@@ -56,10 +58,10 @@ async def _extended(
 
 
 class Stages:
-    """Attempts at a task whose episodes stop after each stage, and go on from there."""
+    """Attempts at one task that can be stopped after each stage and continued later."""
 
     def __init__(self, rollout: Rollout, task: Task, seed: int, *, stages: int, turns: int) -> None:
-        """Prepare the stages. Each but the last ends after `turns` more replies."""
+        """Prepare the attempts. Each stage but the last has at most `turns` replies."""
         self._rollout = rollout
         self._request = GroupRequest(0, task, seed, 0)
         self._stages, self._turns = stages, turns
@@ -72,7 +74,8 @@ class Stages:
     ) -> Sequence[Trajectory]:
         """Return `share` continuations of an attempt up to the end of a stage.
 
-        An attempt that has ended is returned as it is. Continuations that fail are left out.
+        None as the attempt starts new ones. An attempt that has ended is returned unchanged.
+        Continuations that fail are left out.
         """
         if attempt and attempt.stop in ENDED_BY_ENVIRONMENT:
             return [attempt]

@@ -1,4 +1,5 @@
-"""Reader of studies: TOML files of settings, and of the configurations (arms) to compare in each.
+"""Reader of study files: TOML files with settings, and the configurations (arms) to compare in
+each.
 
 A study is a folder with one comparison for each setting. docs/studies.md explains the file.
 """
@@ -27,10 +28,10 @@ from unstale.research.compare import Arm, ComparisonPlan, naming, plan
 from unstale.research.launcher import Plan
 
 TABLES = ("study", "options", "arms", "dials", "parts", "planned")
-"""The tables of a study file."""
+"""Names of the tables that a study file may have."""
 REACH = "reach"
-"""Key of a configuration's table. With the value `equal`, the configuration's limits let pi / mu
-differ from 1 as far as the reference's limits do.
+"""Key in a configuration's table. The value `equal` computes the configuration's limits so that the
+ratio pi / mu can move as far from 1 as under the reference's limits.
 """
 
 SEEDS = 3
@@ -43,7 +44,8 @@ Values = Mapping[str, Any]
 class StudyArm:
     """A configuration (arm) of a study.
 
-    With `equal_reach`, its thresholds are computed for each setting.
+    With `equal_reach`, its limits are computed in each setting so that the ratio pi / mu can move
+    as far from 1 as under the reference's.
     """
 
     arm: Arm
@@ -52,7 +54,7 @@ class StudyArm:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDifferences:
-    """The differences that a study announces before it is run.
+    """The differences between configurations that a study plans to test before it is run.
 
     Their p-values are corrected for multiple tests.
     """
@@ -60,11 +62,13 @@ class PlannedDifferences:
     settings: Sequence[str] = ()
     """Names of settings, or of parts of the study, as in `--settings`. Empty means all."""
     arms: Sequence[str] = ()
-    """Names of the configurations whose differences from the reference are planned. Empty means
-    all.
+    """Names of the configurations whose difference from the reference is planned.
+    Empty means all.
     """
     at: Sequence[str] = ("steps",)
-    """The amounts of training at which configurations are compared: steps, tokens, minutes."""
+    """Quantities of training at which configurations are compared, such as equal steps, tokens or
+    minutes.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,8 @@ class Setting:
     """For each dial, by name: the name of its position."""
     values: Values
     parts: Mapping[str, Sequence[str]]
-    """For each part of the study that has this setting, by name: the configurations that it
-    compares.
+    """For each part of the study that contains this setting, by name: the configurations compared
+    there.
     """
 
     def arms(self, name: str) -> set[str]:
@@ -139,17 +143,17 @@ class StudyPlan:
     folder: Path
     study: Study
     planned: Sequence[tuple[str, str]]
-    """The planned differences: pairs of a setting and a configuration that is compared with the
-    reference.
+    """The planned differences, as pairs (setting, configuration that is compared with the
+    reference).
     """
     comparisons: tuple[ComparisonPlan, ...]
 
     def remember(self, command: str) -> None:
         """Write the plan of the study and the plans of its comparisons into their folders.
 
-        The plan has all settings of the file, because results are corrected for all planned
-        differences. After the first run, the planned differences do not change. Differences that
-        are planned later remain exploratory.
+        The study's plan contains all settings of the file, because p-values are corrected for all
+        planned differences. After the first run, the planned differences do not change. Differences
+        that are planned later remain exploratory.
         """
         path = self.folder / PLAN
         stored = read_mapping(path) if path.is_file() else {}
@@ -224,7 +228,7 @@ def _about(table: Values, path: Path) -> dict[str, Any]:
 
 
 def _planned_differences(table: Values, arms: Sequence[str], path: Path) -> PlannedDifferences:
-    """Return the planned differences in a study file. The names of settings are not checked."""
+    """Return the planned differences of a study file. Names of settings are not checked here."""
     known = {"settings": None, "arms": arms, "at": MEASURES}
     for name in table:
         if name not in known:
@@ -240,7 +244,8 @@ def _planned_differences(table: Values, arms: Sequence[str], path: Path) -> Plan
 def _arm(name: str, table: Any, where: str) -> StudyArm:
     """Return a configuration from its table in a study file.
 
-    Its route is `old_logps.route`, or else the route that has the configuration's name, if any.
+    Its route (method to compute `old_logp`) is `old_logps.route`, or else the route that has the
+    configuration's name, if there is one.
     """
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table of options, got {table!r:.40}")
@@ -257,9 +262,9 @@ def _arm(name: str, table: Any, where: str) -> StudyArm:
 def _settings(
     dials: Values, parts: Values, reference: str, arms: Sequence[str], path: Path
 ) -> dict[str, Setting]:
-    """Return the settings of all parts, in the order of the file.
+    """Return all settings of the parts, in the order of the file.
 
-    Each setting has one position of every dial (choice between sets of options).
+    A dial is a choice between sets of options. Each setting has one position of every dial.
     """
     positions = _dials(dials, path)
     found: dict[str, Setting] = {}
@@ -293,7 +298,7 @@ def _settings(
 
 
 def _dials(dials: Values, path: Path) -> dict[str, dict[str, Values]]:
-    """Return the options of each position of a dial, by the names of dial and position."""
+    """Return the options of each position of each dial, by the names of dial and position."""
     if not dials:
         raise ConfigError(f"{path} has no dials: add a table such as [dials.bound]")
     for dial, table in dials.items():
@@ -318,9 +323,9 @@ def _dials(dials: Values, path: Path) -> dict[str, dict[str, Values]]:
 
 
 def _names(value: Any, known: Sequence[str], where: str) -> list[str]:
-    """Return a list of known names. `value` is the list in the study file.
+    """Return the list of names `value` from a study file.
 
-    Raises `ConfigError` for another value or an unknown name.
+    Raises `ConfigError` if it is not a list, or if a name is not in `known`.
     """
     if not isinstance(value, list) or not value or not all(isinstance(x, str) for x in value):
         raise ConfigError(f"{where} must be a list of names, got {value!r:.60}")
@@ -331,7 +336,10 @@ def _names(value: Any, known: Sequence[str], where: str) -> list[str]:
 
 
 def _joined(tables: Sequence[Values], where: str) -> Values:
-    """Join the options of several dials. Raises `ConfigError` if two dials set the same option."""
+    """Return the options of several dials in one mapping.
+
+    Raises `ConfigError` if two dials set the same option.
+    """
     joined: dict[str, Any] = {}
     for table in tables:
         for name, value in table.items():
@@ -371,9 +379,9 @@ def study_plan(study: Study, chosen: argparse.Namespace) -> StudyPlan:
 
 
 def _arms_of(study: Study, names: Sequence[str], options: Values) -> list[Arm]:
-    """Return the configurations of a setting.
+    """Return the configurations of a setting, each with the setting's `options`.
 
-    Those with the same options as the reference, or as an earlier configuration, are left out.
+    A configuration is left out if its options are those of the reference or of an earlier one.
     """
 
     def configure(arm: Arm) -> Any:
@@ -400,9 +408,7 @@ def _arms_of(study: Study, names: Sequence[str], options: Values) -> list[Arm]:
 
 
 def planned(chosen: argparse.Namespace) -> Plan:
-    """Return the runs of the command `compare`, from a study file or from the given
-    configurations.
-    """
+    """Return the runs that the command `compare` was asked for, from a study file or from arms."""
     if is_study(chosen.config):
         if chosen.recipe or chosen.routes or chosen.arms:
             raise ConfigError(f"{chosen.config} is a study: its recipe and arms are in the file")

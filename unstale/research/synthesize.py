@@ -1,18 +1,18 @@
 """Let a language model write tasks, and keep those whose answers are verified (SHARP).
 
-Alignment: a rubric says what a good task is, and a tree of subjects says what tasks are about.
-Instantiation: a subject, a skill and a difficulty, one cell of the plan, fill a prompt. Inference:
-a writer drafts a task with its answer, and solves it `solves` times without this answer. If a
-draft has no answer, that of another solution takes its place. A draft is kept if its answer is a
-number or at most three words, if no kept task has nearly the same words, if a share `agree` of the
-solutions has the draft's answer, and if the policy that is to be trained solves it at a rate in the
-band. The pass rates of a training run on these tasks decide, in the next call, which cells get
-drafts: in proportion to p (1 - p).
+Alignment: a rubric describes good tasks, and a tree of subjects the topics. Instantiation: a prompt
+is filled with a cell of the plan, which is a subject, a skill and a difficulty. Inference: a writer
+drafts a task with its answer, and solves the task `solves` more times without seeing this answer.
+If a draft has no answer, that of one more solution is used. A draft is kept if its answer is a
+number or at most three words, if no kept task has nearly the same words, if at least the share
+`agree` of the solutions has the draft's answer, and if the policy to be trained solves it at a rate
+from `lowest_rate` to `highest_rate`. In the next call, each cell gets drafts in proportion to p (1
+- p), where p is its pass rate in a training run on these tasks.
 
-A model that agrees with itself verifies nothing. So the same check is applied to puzzles whose
-answers programs have found, with the writer's own solution in place of the draft's answer. The
-share of the kept puzzles whose answer is wrong says what the check is worth. It does not count
-drafts that have no answer at all.
+A model that agrees with itself can still be wrong. So the same check is applied to controls:
+puzzles whose answers programs have found, with the writer's own solution in place of the draft's
+answer. The share of kept controls with a wrong answer measures the check. It does not measure
+drafts that have no answer.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from unstale.cli.resume import read_config
 from unstale.config import ConfigError
 from unstale.durability.journal import Journal
-from unstale.engines.http import Http
 from unstale.envs import Message
 from unstale.envs.registry import build_taskset
 from unstale.records import Task
 from unstale.research.envs.synthesis import SynthesisConfig, SynthesisTasks
+from unstale.research.served_writer import Writer
 from unstale.research.typed_answer import ANSWER_LINE, answer_key, final_answer, typed_answer
 from unstale.rollout.seeds import derive_seed
 
@@ -47,20 +47,20 @@ DRAFT = """Write one new problem about {subject}. Skill: {skill}. Difficulty: {d
 {rubric}
 Reply with the text of the problem, and then one line: answer: ANSWER"""
 REWARD = "unstale.research.typed_answer:typed_answer"
-"""The value of `task.reward` for the tasks."""
+"""Value of the option `task.reward` for training on the written tasks."""
 ROUND = 32
 """Number of drafts that are written and solved at the same time."""
 NEAR = 0.6
-"""Share of common runs of three words from which on two texts are near duplicates."""
+"""Two texts are near duplicates if at least this share of their runs of three words is common to
+both.
+"""
 FEWEST_WORDS = 5
 """Smallest number of words of a task."""
-CALL_S = 120.0
-"""Seconds within which a served writer must answer."""
 _LABEL = re.compile(r"^\W*(?:new )?problem\W*:\s*", re.IGNORECASE)
 
 
 class Cell(NamedTuple):
-    """What a task is about."""
+    """A cell of the plan: what a task should be about."""
 
     subject: str
     skill: str
@@ -69,10 +69,12 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What good tasks are, and what they are about."""
+    """A description of good tasks (`rubric`), and the subjects, skills and
+    difficulties of tasks.
+    """
 
     subjects: Sequence[str] = ("arithmetic: prices", "arithmetic: time", "arithmetic: lengths")
-    """The leaves of the tree of subjects, each with the names above it."""
+    """The leaves of the tree of subjects, each after the names above it."""
     skills: Sequence[str] = ("adding and subtracting", "multiplying and dividing", "percentages")
     difficulties: Sequence[str] = ("easy, one step", "medium, two steps", "hard, four steps")
     rubric: str = RUBRIC
@@ -83,10 +85,10 @@ class Plan:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan from a TOML file. Raises `ConfigError` for a file that is none.
+    """Read a plan from a TOML file. Raises `ConfigError` for a file that has no valid plan.
 
     `subjects` is a tree of tables whose leaves are lists of names. `skills` and `difficulties` are
-    lists, and `rubric` is a text. Each may be left out.
+    lists, and `rubric` is a text. A missing key has its default.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -107,7 +109,7 @@ def load_plan(path: Path) -> Plan:
 
 
 def _leaves(tree: Any, where: str, above: str = "") -> Iterator[str]:
-    """Yield the names at the leaves of a tree, each with the names above it."""
+    """Yield the leaves of a tree, each after the names above it."""
     if isinstance(tree, dict) and tree:
         for name, branch in tree.items():
             yield from _leaves(branch, where, f"{above}{name}: ")
@@ -119,12 +121,12 @@ def _leaves(tree: Any, where: str, above: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthesisOptions:
-    """How many tasks are drafted, and which drafts are kept."""
+    """Options of the synthesis: the number of drafts, and the limits of the checks."""
 
     drafts: int = 256
     solves: int = 4
     agree: float = 1.0
-    """Smallest share of the solutions that have the draft's answer."""
+    """Smallest share of the writer's solutions that must have the draft's answer."""
     attempts: int = 8
     """Number of the policy's attempts at a verified draft; 0 measures no pass rate."""
     lowest_rate: float = 0.01
@@ -133,7 +135,7 @@ class SynthesisOptions:
     """Number of puzzles with known answers that are checked like drafts."""
 
     def check(self, *, writes_itself: bool) -> None:
-        """Raise `ConfigError` if no draft can be kept."""
+        """Raise `ConfigError` if a value is not allowed, or if hardly a draft could be kept."""
         if not 0 < self.agree <= 1:
             raise ConfigError(f"--agree must be above 0 and at most 1, got {self.agree:g}")
         if not 0 <= self.lowest_rate <= self.highest_rate <= 1:
@@ -149,35 +151,11 @@ class SynthesisOptions:
             )
 
 
-class Writer(Protocol):
-    """A language model that replies to messages."""
-
-    async def reply(self, messages: Sequence[Message], seed: int) -> str: ...
-
-
-class ServedWriter:
-    """A model behind an endpoint of the OpenAI API, such as that of `unstale serve`."""
-
-    def __init__(self, url: str, model: str, key: str) -> None:
-        self._http = Http(url, key=key)
-        self._model = model
-
-    async def reply(self, messages: Sequence[Message], seed: int) -> str:
-        """Return the model's reply. Raises OSError if the endpoint gives none in time."""
-        sent = [{"role": each.role, "content": each.content} for each in messages]
-        body = {"model": self._model, "messages": sent, "seed": seed % (1 << 31)}
-        call = self._http.call("POST", "/chat/completions", body)
-        completion = await asyncio.wait_for(call, CALL_S)
-        match completion:
-            case {"choices": [{"message": {"content": str(text)}}, *_]}:
-                return text.rpartition("</think>")[2]
-        raise OSError(f"{self._http.url} returned no chat completion: {str(completion)[:200]}")
-
-
 def read_draft(reply: str) -> tuple[str, str]:
-    """Return the text and the answer of a draft.
+    """Return the task text and the answer in the reply of a writer.
 
-    The answer is empty if the reply has no answer line, and the text if it has too few words.
+    The text is "" if it has fewer than `FEWEST_WORDS` words. The answer is "" if the reply has no
+    answer line.
     """
     line = ANSWER_LINE.search(reply)
     text = _LABEL.sub("", reply[: line.start() if line else None].strip()).strip()
@@ -185,19 +163,21 @@ def read_draft(reply: str) -> tuple[str, str]:
 
 
 def shingles(text: str) -> frozenset[tuple[str, ...]]:
-    """Return the runs of three words in a text. All numbers count as the same word."""
+    """Return the runs of three consecutive words in a text. All numbers count as the same word."""
     words = re.sub(r"\d[\d.,]*", "0", text.casefold())
     found = re.findall(r"\w+", words)
     return frozenset(tuple(found[at : at + 3]) for at in range(max(1, len(found) - 2)))
 
 
 def is_near(one: frozenset[Any], others: Collection[frozenset[Any]]) -> bool:
-    """Return True if runs of words are nearly those of one of `others`."""
+    """Return True if a text is a near duplicate of one of `others`. Texts are
+    given by `shingles`.
+    """
     return any(len(one & other) >= NEAR * len(one | other) for other in others)
 
 
 class Synthesis:
-    """Drafts of tasks, and the checks that they have to pass."""
+    """The synthesis of tasks: drafts, controls, and the checks that they have to pass."""
 
     def __init__(  # noqa: PLR0913 - two models, and what is asked of them
         self,
@@ -210,7 +190,9 @@ class Synthesis:
         rates: Mapping[Cell, tuple[int, int]] | None = None,
         progress: Callable[..., None] = lambda *_, **__: None,
     ) -> None:
-        """Create it. `rates` has successes and attempts of earlier tasks by cell."""
+        """Create the synthesis. `rates` has, by cell, the successes and attempts
+        at earlier tasks.
+        """
         self._writer = writer
         self._policy = policy
         self._plan = plan
@@ -221,10 +203,11 @@ class Synthesis:
         self._progress = progress
 
     async def run(self, log: Path) -> list[dict[str, Any]]:
-        """Return a row for each draft and each control. `log` gets them, and is continued.
+        """Return a row for each draft and each control. The file `log` stores them, for
+        continuation.
 
-        A row that has `refused` was rejected for this reason. Raises `ConfigError` if the file is
-        one of other options, and OSError if a writer does not answer.
+        The value of `refused` is the reason for the rejection, or "". Raises `ConfigError` if the
+        log belongs to other options, and OSError if a writer does not answer.
         """
         rows = self._continued(log)
         controls = self._controls()
@@ -249,7 +232,7 @@ class Synthesis:
         return rows
 
     def _continued(self, log: Path) -> list[dict[str, Any]]:
-        """Return the rows that a log has. Begin the log if there is none."""
+        """Return the rows in the log. If there is no log, create it."""
         described = json.dumps([asdict(self._plan), asdict(self._options), self._weights])
         digest = hashlib.sha256(f"{self._seed} {described}".encode()).hexdigest()
         head = {"format": 1, "options": digest}
@@ -268,7 +251,9 @@ class Synthesis:
         return rows
 
     def _controls(self) -> list[tuple[int, str, str]]:
-        """Return the numbers, texts and right answers of puzzles that programs have solved."""
+        """Return number, text and right answer of each control, a puzzle that a program has
+        solved.
+        """
         if not self._options.controls:
             return []
         config = SynthesisConfig(size=self._options.controls, held_out=1, hardest=2)
@@ -311,11 +296,11 @@ class Synthesis:
         return {**row, "refused": ""}
 
     async def _infer(self, text: str, kind: str, number: int) -> str:
-        """Return the answer of the writer's first solution."""
+        """Return the writer's answer to the task `text`, from one solution."""
         return final_answer(await self._solve(self._writer, text, kind, number, 0))
 
     async def _agreed(self, text: str, answer: str, kind: str, number: int) -> float:
-        """Return the share of the writer's solutions that have an answer."""
+        """Return the share of the writer's solutions whose answer is `answer`."""
         return await self._share(self._writer, text, answer, self._options.solves, kind, number)
 
     async def _rate(self, text: str, answer: str, number: int) -> float:
@@ -335,7 +320,9 @@ class Synthesis:
 
 
 def _without_twins(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Refuse drafts of one round that are near duplicates of an earlier one of the round."""
+    """Reject near duplicates among the drafts that were written at the same time.
+    Return all rows.
+    """
     kept: list[frozenset[Any]] = []
     for row in rows:
         if "draft" in row and not row["refused"]:
@@ -348,13 +335,15 @@ def _without_twins(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _weight(successes: int, attempts: int) -> float:
-    """Return the weight of a cell: p (1 - p), with p from a uniform prior."""
+    """Return the weight of a cell, p (1 - p), where p is the mean pass rate under
+    a uniform prior.
+    """
     p = (successes + 1) / (attempts + 2)
     return p * (1 - p)
 
 
 def tasks_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the kept drafts as rows of the environment `dataset`."""
+    """Return the kept drafts as rows for the environment `dataset`."""
     return [
         {
             "prompt": f"{row['text']}\n\n{END}",
@@ -367,7 +356,7 @@ def tasks_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the counts of drafts and of controls by what became of them."""
+    """Return the numbers of drafts and controls: all, kept, and rejected by reason."""
     drafts = [row for row in rows if "draft" in row]
     kept = [row for row in rows if "control" in row and not row["refused"]]
     return {
@@ -381,9 +370,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def rates_of(run: Path) -> dict[Cell, tuple[int, int]]:
-    """Return successes and attempts by cell, in a run that trained on tasks of `synthesize`.
+    """Return the successes and attempts of a run on tasks of `synthesize`, by cell.
 
-    Raises `ConfigError` if `run` is no run folder, or trained on other tasks.
+    Raises `ConfigError` if `run` is not a run folder, or if the run was on other tasks.
     """
     task = read_config(run).task
     if getattr(task, "reward", "") != REWARD:

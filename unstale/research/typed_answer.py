@@ -12,17 +12,19 @@ MAX_WORDS = 3
 ANSWER_LINE = re.compile(
     r"^\W*(?:the )?(?:final )?answer(?:\W*:| is:?)[ \t]*(.+)$", re.IGNORECASE | re.MULTILINE
 )
-"""Pattern of the line that gives the answer of a reply or of a draft."""
+"""Pattern of the line with the answer, in a reply or in a draft of a task."""
 
 
 def final_answer(reply: str) -> str:
-    """Return the answer of a reply: what its last line `answer: ...` has, or its last number."""
+    """Return the answer of a reply: its last line `answer: ...`, or else its last number."""
     named = ANSWER_LINE.findall(reply)
     return str(named[-1]).strip() if named else given_answer(reply)
 
 
 def answer_key(answer: str) -> str:
-    """Return a text that equal answers share. Empty if an answer is neither number nor few words.
+    """Return a text that is the same for equal answers.
+
+    It is empty for an answer without a number and of more than three words.
 
     >>> answer_key("$1,350.00"), answer_key("Tuesday."), answer_key("It depends on the price")
     ('1350', 'tuesday', '')

@@ -1,8 +1,8 @@
-"""Votes: choose one of several attempts at a task, by their answers or by a judge's comparisons.
+"""Choose one of several attempts at a task, by votes: their answers, or a judge's comparisons.
 
-In a tournament, groups of G attempts are compared, and the winners are compared again until one is
-left. A comparison takes K votes of a judge, in which the attempts change places. This is the vote
-of RTV (recursive tournament voting).
+In a tournament, the attempts are compared in groups of G, and the winners are compared again until
+one is left. A comparison takes K votes of a judge, who reads the attempts in another order each
+time. This is the vote of RTV (recursive tournament voting).
 """
 
 import asyncio
@@ -13,15 +13,15 @@ from random import Random
 from statistics import fmean
 
 Ask = Callable[[Sequence[int], int], Awaitable[int | None]]
-"""A function `(attempts, vote)` that asks a judge which attempt is the best. It returns an element
-of `attempts`, which are in the order in which the judge reads them, or None if the judge named
-none. `vote` numbers the votes of one comparison.
+"""A function `(attempts, vote)` that asks a judge which attempt is best. It returns an element of
+`attempts`, or None if the judge named none. The judge reads the attempts in the given order. `vote`
+is the number of the vote in its comparison.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A judge's votes on some attempts, and the attempt that won."""
+    """A comparison of some attempts: a judge's votes, and the attempt that won."""
 
     attempts: tuple[int, ...]
     votes: tuple[int | None, ...]
@@ -31,25 +31,33 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Attempts by rank, the best first, and the comparisons that decided it."""
+    """A ranking of attempts, best first, and the comparisons behind it."""
 
     ranking: tuple[int, ...]
     comparisons: tuple[Comparison, ...] = ()
 
 
 def most_voted(votes: Sequence[int | None], attempts: Sequence[int], random: Random) -> int:
-    """Return the attempt with the most votes. Ties, and no votes at all, are broken at random."""
+    """Return the attempt with the most votes. Ties are broken at random, also if there are no
+    votes.
+    """
     counts = Counter(vote for vote in votes if vote is not None)
     most = max((counts[each] for each in attempts), default=0)
     return random.choice([each for each in attempts if counts[each] == most])
 
 
-def by_majority(answers: Sequence[str], random: Random) -> Choice:
+def by_majority(
+    answers: Sequence[str], random: Random, weights: Sequence[float] | None = None
+) -> Choice:
     """Rank attempts by how often their answer was given. An empty answer counts as none.
 
-    Equally frequent answers are ordered at random, and attempts without an answer come last.
+    With `weights`, one for each answer, an answer counts by them. Equal answers are ordered at
+    random, and attempts without an answer come last.
     """
-    counts = Counter(answer for answer in answers if answer)
+    counts: dict[str, float] = {}
+    for answer, weight in zip(answers, weights or [1.0] * len(answers), strict=True):
+        if answer:
+            counts[answer] = counts.get(answer, 0.0) + weight
     order = {answer: random.random() for answer in sorted(counts)}
     rank = {answer: (-counts[answer], order[answer]) for answer in counts}
     ranking = sorted(range(len(answers)), key=lambda i: rank.get(answers[i], (1, 0.0)))
@@ -61,8 +69,8 @@ async def by_tournament(
 ) -> Choice:
     """Rank attempts by a tournament in groups of `group`, each decided by `votes` votes.
 
-    An attempt left over in a round goes to the next one. Those that leave in a later round rank
-    higher. Raises ValueError unless `attempts` has elements, and `group` is at least 2.
+    An attempt that is alone in its group wins it. Attempts that lose in a later round rank higher.
+    Raises ValueError without attempts, or if `group` is below 2.
     """
     if not attempts or group < 2:
         raise ValueError(f"{len(attempts)} attempts in groups of {group}")
@@ -85,7 +93,7 @@ async def by_tournament(
 
 
 async def _compare(attempts: Sequence[int], ask: Ask, votes: int, random: Random) -> Comparison:
-    """Return the result of `votes` votes, in each of which every attempt has moved by one place."""
+    """Return the comparison of attempts by `votes` votes. Each vote rotates their order."""
     turns = [number % len(attempts) for number in range(votes)]
     async with asyncio.TaskGroup() as running:
         asked = [
@@ -102,22 +110,22 @@ async def _vote(ask: Ask, attempts: Sequence[int], number: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class JudgeRecord:
-    """How often a judge was right in comparisons of right and wrong attempts at one task."""
+    """A judge's accuracy in comparisons of right and wrong attempts at one task."""
 
     votes: float
-    """Share of the votes that named a right attempt. A vote that named none counts as wrong."""
+    """Share of votes for a right attempt. A vote for no attempt counts as wrong."""
     winners: float
-    """Share of the comparisons that a right attempt won."""
+    """Share of comparisons that a right attempt won."""
     chance: float
-    """The share of right attempts in these comparisons, which a judge at chance reaches."""
+    """Share of right attempts in these comparisons: the accuracy of a random choice."""
 
 
 def judge_record(
     comparisons: Sequence[Comparison], right: Sequence[bool | None]
 ) -> JudgeRecord | None:
-    """Return how often a judge was right. None if no comparison had right and wrong attempts.
+    """Return a judge's accuracy. None if no comparison had both right and wrong attempts.
 
-    `right` is the success of each attempt, None if it is not known.
+    `right` is the success of each attempt; None counts as wrong.
     """
     mixed = [each for each in comparisons if len({right[one] is True for one in each.attempts}) > 1]
     if not mixed:

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 More = Callable[["Sequence[Trajectory | Failure]"], Awaitable["Sequence[Fork | None]"]]
-"""A function of the results so far of a group's episodes, in the order of their start. A group is
-several episodes of one task. The function returns an element for each further episode to run: the
-place at which it is forked from an earlier one, or None for an episode with its own beginning. No
-element ends the group.
+"""A function `(results)` that decides how a group continues. A group is several episodes of one
+task, and `results` are those of its episodes so far, in the order of their start. It returns one
+element for each further episode to run: the `Fork` that names the earlier episode whose first
+tokens it repeats, or None for an episode that starts anew. An empty sequence ends the group.
 """
 
 
 async def no_more(results: Sequence[Trajectory | Failure]) -> Sequence[Fork | None]:
-    """Return () for no further episodes: a group then ends when its first episodes have ended."""
+    """Return (): the group runs no further episodes."""
     return ()
 
 
 def activity(wait_times: Stopwatch) -> str:
-    """Return a text that counts the episodes waiting for replies and for tools.
+    """Return a text with the numbers of episodes that wait for a reply and for a tool or reward.
 
-    Empty if none waits.
+    `wait_times.running` has these numbers. The text is empty if no episode waits.
 
     >>> from unstale.engines import Stopwatch
     >>> waits = Stopwatch("generation_wait", "tool_wait")
@@ -55,7 +55,7 @@ class GroupRollout(Protocol):
 
     @property
     def wait_times(self) -> Stopwatch:
-        """The seconds that episodes waited for replies and for tools, for metrics."""
+        """The seconds for which episodes waited for replies and for tools. Metrics report them."""
         ...
 
     @property
@@ -77,10 +77,10 @@ class GroupRollout(Protocol):
     ) -> Group:
         """Run `size` episodes of one task and return them as a group.
 
-        Episodes that were started before a resume count as part of the `size`. When all have ended,
-        `more` is called with their results: it returns an element for each further episode to run,
-        until it returns none. `rounds` fork and prune episodes while they run. `open_writer` opens
-        the journal's record of an episode.
+        Episodes that were begun before the run was resumed count towards `size`. When all have
+        ended, `more` is called with their results and returns the start of each further episode,
+        until it returns none. `rounds` lets a strategy fork and end episodes while they run.
+        `open_writer` opens an episode's record in the journal.
         """
         ...
 
@@ -90,19 +90,19 @@ class Evaluation:
     """The evaluation of a run on held-out tasks, on which it does not train."""
 
     measure: Callable[..., Awaitable[list[bool | None]]]
-    """A function that runs `samples` episodes on each held-out task. It returns each episode's
-    success, or None for an episode that failed, with all episodes of one task in a row. It calls
-    its argument `progress` with a text, the numbers `done` and `total`, and a function `detail`
-    whose text names what the episodes wait for.
+    """A function that runs `samples` episodes on each held-out task. It returns whether each
+    episode succeeded, or None for an episode that failed. The episodes of one task follow each
+    other. Its argument `progress` is a function that it calls with a text, the numbers `done` and
+    `total`, and a function `detail` that returns what the episodes wait for.
     """
     samples: int = 1
     """Number of episodes on each held-out task."""
     best: BestPolicy | None = None
-    """The best policy so far, by evaluation. None if the run does not keep one."""
+    """The best policy so far, measured on the held-out tasks. None if the run keeps no best
+    policy.
+    """
 
     @property
     def ends_run(self) -> bool:
-        """True if the run should stop, because its evaluations have not improved for long
-        enough.
-        """
+        """True if the run should stop because its evaluations no longer improve."""
         return self.best is not None and self.best.ends_run

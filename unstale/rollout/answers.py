@@ -1,4 +1,4 @@
-"""Read the answers of finished episodes, for votes among attempts at a task."""
+"""Read the final answers of episodes, for techniques that vote among several attempts at a task."""
 
 from unstale.envs import Message, Taskset, task_answer
 from unstale.envs.chat import Chat
@@ -6,13 +6,16 @@ from unstale.records import Trajectory, replies
 
 
 def last_reply(episode: Trajectory, chat: Chat) -> Message:
-    """Return the last reply of an episode as a message. It is empty if there is none."""
+    """Return the policy's last reply in an episode. The message is empty if there was no reply."""
     said = replies(episode.pieces)  # a fork within a reply shares the beginning of it
     return chat.parse(said[-1][1] if said else ())
 
 
 class AnswerReader:
-    """Returns the answer of an episode, which is empty if the task set reads none."""
+    """A function that returns the answer in an episode's last reply.
+
+    The answer is empty if the task set does not define how to read one.
+    """
 
     def __init__(self, taskset: Taskset, chat: Chat) -> None:
         self._taskset = taskset

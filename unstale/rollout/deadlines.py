@@ -1,9 +1,9 @@
-"""Deadlines of groups, so that finished groups may be taken before older unfinished ones.
+"""Deadlines of groups, so that finished groups may be trained on before older unfinished ones.
 
 A group is several episodes of one task. Batches are numbered from 0. A batch is released when all
-engines have loaded the weights that were trained on it. A group that is admitted to the queue when
-`n` batches are released has the deadline `n + bound`: no later batch may contain it.
-docs/staleness.md has the derivation.
+engines have loaded the weights that were trained on it. A group admitted to the queue after the
+release of `n` batches has the deadline `n + bound`: the number of the last batch that may contain
+it. docs/staleness.md has the derivation.
 """
 
 from bisect import bisect_left
@@ -19,31 +19,33 @@ from unstale.records import Group
 class Deadlines:
     """The deadlines of the groups in the staleness queue that no batch has taken yet.
 
-    A deadline is the number of the last batch that may contain the group. It is never earlier than
-    the deadline of an older group.
+    A deadline is the number of the last batch that may contain a group. A newer group never has an
+    earlier deadline than an older one.
     """
 
     bound: int
     groups_per_step: int
     _num_taken: int = 0
     _num_released: int = 0
-    """Number of released batches: all engines have loaded the weights trained on them."""
+    """Number of batches whose trained weights all engines have loaded."""
     _unfinished: Counter[int] = field(default_factory=Counter)
-    """For each deadline, the number of its groups that are unfinished."""
+    """Deadline (number of a batch) -> number of unfinished groups that have it."""
     _newest: dict[int, int] = field(default_factory=dict)
-    """For each deadline, in ascending order, the position in the queue of its newest group."""
+    """Deadline (number of a batch), ascending -> position in the queue of the newest group that has
+    it.
+    """
     _own: dict[int, int] = field(default_factory=dict)
-    """The deadline of each unfinished group, by the group's position in the queue."""
+    """Position of an unfinished group in the queue -> its deadline, the number of a batch."""
 
     @property
     def num_unfinished(self) -> int:
         return len(self._own)
 
     def admit(self, position: int, *, at_most: int | None = None) -> None:
-        """Set the deadline of the new group at a position in the queue.
+        """Set the deadline of the new group at this position in the queue.
 
-        `at_most` is an upper limit of the deadline. It is given if this group, or a newer one, has
-        tokens that were sampled before a resume.
+        `at_most` is an upper limit of the deadline, for a group that is readmitted after a resume
+        and may have old tokens. None sets no limit.
         """
         deadline = self._num_released + self.bound
         if at_most is not None:
@@ -56,24 +58,24 @@ class Deadlines:
         self._unfinished[self._own.pop(position)] -= 1
 
     def release(self) -> None:
-        """Count one more batch as released: all engines have loaded the weights trained on it."""
+        """Count one more released batch: all engines have loaded the weights trained on it."""
         self._num_released += 1
 
     def take(self, count: int, *, oldest: int) -> None:
-        """Record that `count` groups were taken into a batch.
+        """Record that a batch has taken the `count` oldest finished groups.
 
-        `oldest` is the position in the queue of the oldest group that remains.
+        `oldest` is the position of the oldest group that is still in the queue.
         """
         self._num_taken += count
         for deadline in [each for each, newest in self._newest.items() if newest < oldest]:
             del self._newest[deadline], self._unfinished[deadline]
 
     def allow(self, count: int, finished: Sequence[tuple[int, Group]]) -> bool:
-        """Return True if the first `count` of the finished groups may be taken into the next batch.
+        """Return True if the next batch may take the first `count` of the finished groups.
 
-        `finished` has (position in the queue, group), oldest first. Taking them is allowed if every
-        other group can still be trained on in time: for each deadline, the batches up to it have
-        enough places for all groups with this deadline or an earlier one.
+        `finished` has pairs (position in the queue, group), oldest first. The batch may take them
+        if every other group can still meet its deadline. So for each deadline d, the batches up to
+        number d must have enough places for all groups whose deadline is d or earlier.
         """
         num_taken = self._num_taken + count
         left = 0

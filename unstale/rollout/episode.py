@@ -1,8 +1,8 @@
-"""Episodes: the policy and an environment alternate until the environment or a limit ends them.
+"""Episodes: the policy and an environment take turns until the environment or a limit ends them.
 
-A weight update interrupts generation. The reply then continues from the same tokens under the next
-version. An episode whose environment fails is repeated with the same seed. If it fails again, it is
-counted as failed. Any other error ends the run.
+A weight update interrupts generation. The reply then continues after its last token under the next
+version. An episode whose environment fails is repeated with the same seed, up to `rollout.retries`
+times. Then it counts as failed. Any error outside of environment code ends the run.
 """
 
 import asyncio
@@ -82,24 +82,24 @@ from unstale.stop_signals import SecondSignal
 from unstale.threads import in_thread
 
 OnFailure = Callable[[int, Failure, bool], None]
-"""A function `(episode, failure, is_last)`, called after a failed attempt at the episode with this
-number. `is_last` is True if the episode is not tried again.
+"""A function `(episode, failure, is_last)` that is called after a failed attempt. `episode` is the
+attempt's number. `is_last` is True if the episode is not tried again.
 """
 OnRestart = Callable[[int, Failure], None]
-"""A function `(episode, failure)`, called when a resumed episode starts again from its beginning,
-because its environment did not repeat the recorded text.
+"""A function `(episode, failure)` that is called when a resumed episode starts again from its
+beginning, because its environment did not repeat the recorded text.
 """
 OnBlocked = Callable[[str, float], None]
-"""A function `(name, seconds)`, called when the user's code `name` has blocked the event loop for
-this many seconds, and again each time this duration doubles.
+"""A function `(name, seconds)` that is called when the user's code `name` has blocked the event
+loop for this many seconds. It is called again when a later call blocks more than twice as long.
 """
 
 CLOSE_S = 5.0
-"""Seconds within which `close` of an environment must return."""
+"""Largest number of seconds that `close` of an environment may take."""
 ENTER_S = 120.0
-"""Seconds within which `__aenter__` of a task set must return. It may start servers."""
+"""Largest number of seconds that `__aenter__` of a task set may take. It may start servers."""
 EXIT_S = 30.0
-"""Seconds within which `__aexit__` of a task set must return. It may stop servers."""
+"""Largest number of seconds that `__aexit__` of a task set may take. It may stop servers."""
 
 
 class EpisodeFailed(Exception):
@@ -112,10 +112,12 @@ class EpisodeFailed(Exception):
 
 @contextmanager
 def stage(name: str, timeout_s: float) -> Iterator[PersistentTimeout]:
-    """Return a context that turns errors and time-outs of environment code into `EpisodeFailed`.
+    """Return a context that raises `EpisodeFailed` if environment code fails or exceeds
+    `timeout_s`.
 
-    `name` is the stage named in the error. SystemExit and similar exceptions of this code are
-    included. The cancellation of the episode and the end of the program are raised unchanged.
+    `name` is the stage that the error names, such as "step 2". Even SystemExit raised by the code
+    becomes `EpisodeFailed`. Cancellation of the episode and the end of the program are raised
+    unchanged.
     """
     timeout = PersistentTimeout(timeout_s)
     task = timeout.task
@@ -153,9 +155,9 @@ def _is_current(task: asyncio.Task[Any]) -> bool:
 class Rollout:
     """Runs episodes of the policy in the environments of a task set.
 
-    `on_piece` is called with newly sampled tokens, as soon as they are known. `on_end` is called
-    with the number of each episode that has ended with a trajectory, and of each further
-    conversation of its agent.
+    `on_piece` is called with newly sampled tokens as soon as the engine returns them. `on_end` is
+    called with the number of each episode that has ended without failure, and with the number of
+    each branch (further conversation of the agent) in it.
     """
 
     def __init__(  # noqa: PLR0913 - five of them are callbacks
@@ -174,16 +176,18 @@ class Rollout:
     ) -> None:
         """Create a rollout.
 
-        `slots` limits how many episodes are active at once, if episodes run in segments, between
-        which they may pause.
+        `slots` limits how many episodes run at the same time, if a technique divides episodes into
+        segments. `deterministic` avoids threads, so that episodes repeat exactly.
         """
         self.generator = generator
         self.taskset = taskset
         self.roles: Sequence[str] = getattr(taskset, "roles", ())
-        """Roles of the policy in an episode. The main conversation has the first one."""
+        """Roles that the policy takes in an episode. Its main conversation has the first one."""
         self.config = config
         self.turn_limit: TurnLimit | None = None
-        """A limit of turns for the episodes that `episode` runs, and for those of a server."""
+        """A technique's limit of turns for episodes of no group, which `episode` or a server runs.
+        None for no such limit.
+        """
         self.on_piece = on_piece
         self.on_end = on_end
         self.on_failure = on_failure
@@ -204,12 +208,12 @@ class Rollout:
             if isinstance(taskset, AbstractAsyncContextManager)
             else nullcontext()
         )
-        """A context that must be open while episodes run. It opens and closes the task set, if that
-        has such methods.
+        """A context that must be open while episodes run. It enters and leaves the task set, if
+        that is a context manager.
         """
         self.quarantined: set[str] = set()
-        """Identities of tasks with an episode that failed in every attempt. No further episodes are
-        started on these tasks.
+        """Identities (names that repetitions share) of tasks on which an episode failed in every
+        attempt. They get no further episodes.
         """
         self._num_episodes = 0
         self._failures = FailureLimit(config.max_failed_share)
@@ -217,18 +221,18 @@ class Rollout:
     def restore(
         self, episodes: int, quarantined: Iterable[Task], failed_shares: Iterable[float] = ()
     ) -> None:
-        """Restore the counts of a resumed run: episodes begun so far, and failures.
+        """Restore the counts of a run that is resumed.
 
-        `quarantined` are the tasks that failed too often and are not used again. `failed_shares`
-        are the shares of failed episodes in the last groups, in the order in which the groups
-        started.
+        `episodes` is the number of episodes begun so far. `quarantined` are the tasks that get no
+        further episodes. `failed_shares` has the share of failed episodes in each of the last
+        groups, in the order in which the groups started.
         """
         self._num_episodes = episodes
         self.quarantined = {self._identities(task) for task in quarantined}
         self._failures.restore(failed_shares)
 
     def next_episode(self) -> int:
-        """Return the number for a new episode, and count the episode."""
+        """Return the number of a new episode. Successive calls count up."""
         self._num_episodes += 1
         return self._num_episodes - 1
 
@@ -243,17 +247,15 @@ class Rollout:
     ) -> Group:
         """Run `size` episodes of one task concurrently, and return them as a group.
 
-        Episodes that were recorded before a resume continue from their record. If there are more
-        records than `size`, all of them continue. When all episodes have ended, `more` returns an
-        element for each further episode to run, until it returns none: the place at which the
-        episode is forked from an earlier one, or None for one that starts anew.
+        Episodes recorded before a resume continue from their record, even if there are more than
+        `size`. When all have ended, `more` is called with their results. It returns the start of
+        each further episode, until it returns none. With `rounds`, a strategy forks and ends
+        episodes while they run. `more` is then not called, and an episode about which the strategy
+        has decided is not repeated after a failure.
 
-        `rounds` fork and prune the episodes while they run. Then `more` is not called, and an
-        episode that has passed a place of decision is not repeated if its environment fails.
-
-        All episodes use the same environment seed and different sampling noise. `open_writer` is
-        called with the number of the group and the index of the episode in the group, and opens the
-        journal's record. Raises `TooManyFailures` if the share of failed episodes is too large.
+        All episodes use the same environment seed, and different seeds for sampling. `open_writer`
+        gets the number of the group and the episode's index in it, and opens the episode's record
+        in the journal. Raises `TooManyFailures` if the share of failed episodes is too large.
         """
         if request.finished:
             return _group(request, [record.outcome for record in request.past])
@@ -299,11 +301,12 @@ class Rollout:
         *,
         starts: Mapping[int, Start] = MappingProxyType({}),
     ) -> list[Trajectory | Failure]:
-        """Run the episodes of a group with these indices concurrently.
+        """Run the episodes of a group that have these indices, concurrently. Return their results
+        in order.
 
-        Return their results in the same order. `records` has, by index, what was recorded of
-        episodes that began before a resume. They continue from there. `starts` has the beginnings
-        of forked episodes. If an episode fails, its task is not used again.
+        `records` has the record of each episode that was begun before a resume, by index. The
+        episode continues from there. `starts` has the start of each forked episode, by index. If an
+        episode fails, its task gets no further episodes.
         """
         async with asyncio.TaskGroup() as siblings:
             running = [
@@ -324,14 +327,16 @@ class Rollout:
         open_writer: OpenWriter,
         start: Start,
     ) -> Trajectory | Failure:
-        """Run the episode with this index in its group. If it fails, its task is not used again."""
+        """Run the episode with this index in its group. If it fails, start no more episodes of its
+        task.
+        """
         outcome = await self._sibling(request, index, record, open_writer, start)
         if isinstance(outcome, Failure):
             await self.quarantine(request.task)
         return outcome
 
     async def quarantine(self, task: Task) -> None:
-        """Start no further episodes of this task."""
+        """Exclude a task from further episodes."""
         self.quarantined.add(await self._identities.find(task))
 
     def _sibling(
@@ -344,7 +349,8 @@ class Rollout:
     ) -> Coroutine[Any, Any, Trajectory | Failure]:
         """Return a coroutine that runs the episode with this index in its group.
 
-        If episodes run in segments, it first waits until the episode may run (`EpisodeSlots`).
+        If the episode has segments, the coroutine first waits until the episode may run
+        (`EpisodeSlots`).
         """
         slot = None
         if self._slots and request.budget.segments:
@@ -374,10 +380,10 @@ class Rollout:
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
     ) -> Trajectory | Failure:
-        """Run one episode as a group of its own.
+        """Run one episode that counts as a group of its own.
 
         Return its trajectory, or the failure of its last attempt. Raises `TooManyFailures` if the
-        episode fails and the share of failed episodes is too large.
+        share of failed episodes is too large.
         """
         number = self._failures.begin()
         try:
@@ -407,14 +413,14 @@ class Rollout:
         budget: EpisodeBudget = NO_BUDGET,
         slot: EpisodeSlot | None = None,
     ) -> Trajectory | Failure:
-        """Run one episode. If its environment fails, repeat the episode up to `retries` times.
+        """Run one episode. If its environment fails, repeat the episode up to `rollout.retries`
+        times.
 
-        An episode with a record continues from there. If the environment does not produce the
-        recorded text again, the episode starts from the beginning, or from its fork. This does not
-        count as a failure, unless the text before the fork differs. `start` is the place of the
-        fork and the tokens before it. `limit` is a technique's limit of the episode's turns. Each
-        attempt may use the whole `budget`. Between two segments, the episode lets other episodes
-        run (`slot`). After a place of decision, an episode is not repeated.
+        An episode with a `record` continues from there. If the environment does not repeat the
+        recorded text, the episode starts again from its beginning or its fork. This is no failure,
+        unless text before the fork differs. `limit` is a technique's limit of turns. Each attempt
+        may use the whole `budget`. An episode about which a strategy has decided (`Looks`) is not
+        repeated.
         """
         fork, prefix, looks = start
         failures = record.failures if record else 0
@@ -486,10 +492,10 @@ class Rollout:
                 return failure
 
     async def _describe(self, error: EpisodeFailed | NotReplayed, task: Task) -> str:
-        """Return the text of an error. It is made in a thread, because the user's code may make it.
+        """Return the text of an error, which code of the user may produce.
 
-        A deterministic run makes it without a thread, because a call in a thread takes virtual
-        time.
+        So it is produced in a thread, except in a deterministic run, where a thread would take
+        virtual time.
         """
         cause = (isinstance(error, EpisodeFailed) and error.__cause__) or error
         text = describe(cause) if self._deterministic else await describe_apart(cause)
@@ -505,8 +511,9 @@ class Rollout:
     ) -> Trajectory:
         """Run one attempt at an episode and return its trajectory.
 
-        Raises `EpisodeFailed` if the environment fails, and `NotReplayed` if it does not repeat a
-        recorded text.
+        `limit` is a technique's limit of turns, and `budget_use` counts against the episode's
+        budget. Raises `EpisodeFailed` if the environment fails, and `NotReplayed` if it does not
+        repeat the recorded text.
         """
         async with _OpenEnvironment() as opened:
             with stage("begin", self.config.timeout_s) as timeout:
@@ -553,10 +560,10 @@ class Rollout:
         )
 
     async def make_env(self, task: Task, seed: int, fork: Fork | None = None) -> EnvCaller:
-        """Create the environment of a task, with the note of an episode's `fork`.
+        """Create the environment of a task. Return the `EnvCaller` that calls its methods.
 
-        Return the `EnvCaller` through which its methods are called. The caller must close the
-        thread of the `EnvCaller`.
+        `fork` may add a note to the environment's prompt. The caller must close the `thread` of the
+        returned object.
         """
 
         def on_blocked(caller: EnvCaller, seconds: float) -> None:
@@ -570,26 +577,22 @@ class Rollout:
         return await make_env(taskset, task, seed, on_blocked)
 
     async def chat(self, task: Task) -> Chat:
-        """Return the chat format with the tools of a task."""
+        """Return the chat format, with the tools that the task set defines for this task."""
         if not self._has_tools:
             return self.generator.chat
         taskset: Any = self.taskset
         return self.generator.chat.with_tools(await self._hook("tools_of", taskset.tools_of, task))
 
     async def combine(self, turn: Turn) -> Turn:
-        """Combine the rewards of a turn by the task set's method, if it has one.
-
-        Otherwise return the turn unchanged.
+        """Return a turn whose rewards are combined by the task set. Unchanged if the task set has
+        no method for it.
         """
         if not (turn.rewards and self._combines):
             return turn
         return await self._hook("combine", combine_rewards, self.taskset, turn)
 
     async def _hook(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the task set, which may be the user's code.
-
-        The caller must limit its time.
-        """
+        """Call a method of the task set, without a time limit."""
         name = f"{method}() of {self._taskset_name}"
         return await call_hook(name, function, *arguments, on_loop=is_own(self.taskset))
 
@@ -620,10 +623,10 @@ class Rollout:
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and the reason to stop.
 
-        The last turn has the facts (numbers that the environment reports) of all turns. A later
-        fact replaces an earlier one of the same name. `begun` has the first turn and the list of
-        rewards of earlier replies, to which later rewards are added. `limit` is a technique's limit
-        of the turns, and `budget_use` counts what the episode has used of its budget.
+        The returned turn has the facts (reported numbers) of all turns, the latest value of each
+        name. `begun` has the first turn and the list of earlier rewards, to which later rewards are
+        appended. `limit` is a technique's limit of turns, and `budget_use` counts against the
+        episode's budget.
         """
         turn, turn_rewards = begun
         env = caller.env
@@ -669,18 +672,18 @@ class Rollout:
         return turn, "done" if ended else "cut_reply"
 
     async def _encoded(self, turn: Turn, encode: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the tokens of a turn's messages. Pictures are read in a thread.
+        """Return the tokens of a turn's messages. `encode` runs in a thread if there are pictures.
 
-        A deterministic run uses no thread, because a call in a thread takes virtual time.
+        A deterministic run uses no thread, because a thread takes virtual time.
         """
         if self._deterministic or not any(message.images for message in turn.messages):
             return encode()
         return await in_thread(encode)
 
     async def _parse(self, chat: Chat, reply: Sequence[int]) -> Message:
-        """Parse a reply's tokens as a message. A long reply is decoded in a thread.
+        """Return a reply's tokens as a message. A long reply is decoded in a thread.
 
-        A deterministic run uses no thread, because a call in a thread takes virtual time.
+        A deterministic run uses no thread, because a thread takes virtual time.
         """
         if self._deterministic or len(reply) < LONG_REPLY_TOKENS:
             return chat.parse(reply)
@@ -689,10 +692,9 @@ class Rollout:
     async def _generate(
         self, transcript: Transcript, budget_use: BudgetUse
     ) -> tuple[list[int], bool]:
-        """Sample a reply. Return its tokens, and True if it ended with a stop token.
+        """Sample a reply. Return its tokens, and True if the last one is a stop token.
 
-        The time in which a paused episode waits to continue is not counted as waiting for
-        generation.
+        Pauses in which other episodes run do not count as waiting for generation.
         """
         waited_s = budget_use.slot_wait_s
         reply = self.generator.generate(transcript, budget_use=budget_use)
@@ -704,10 +706,10 @@ class Rollout:
             self.wait_times.add("generation_wait", waited_s - budget_use.slot_wait_s)
 
     def _check_size(self, turn: Turn, num_tokens: int = 0) -> None:
-        """Raise `EnvError` if the environment's messages are longer than the whole context.
+        """Raise `EnvError` if the environment's messages are certainly longer than the context.
 
-        The check comes before tokenization, which would block the event loop. So it uses a lower
-        limit of their length in tokens. `num_tokens` is the length of the episode so far.
+        This is checked before tokenizing, which would block the event loop for long messages.
+        `num_tokens` is a known number of tokens, 0 if not known.
         """
         limit = self.generator.config.max_context
         characters = sum(len(message.content) for message in turn.messages)
@@ -725,10 +727,10 @@ class Rollout:
 
 
 class _Opened:
-    """A context that enters and leaves a task set in a separate task, each within a time limit.
+    """A context that enters and leaves a task set, each within a time limit.
 
-    Code that exceeds the limit and ignores cancellation is abandoned. One asyncio task does both,
-    because some libraries require it.
+    One separate asyncio task does both, because some libraries require it. Code that exceeds the
+    limit and ignores cancellation is abandoned.
     """
 
     def __init__(self, taskset: AbstractAsyncContextManager[Any], name: str) -> None:
@@ -736,7 +738,9 @@ class _Opened:
         self._name = name
 
     async def __aenter__(self) -> None:
-        """Enter the task set. Raises `EnvError` if that fails or takes more than `ENTER_S`."""
+        """Enter the task set. Raises `EnvError` if that fails or takes longer than `ENTER_S`
+        seconds.
+        """
         loop = asyncio.get_running_loop()
         self._entered: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[Sequence[Any]] = loop.create_future()
@@ -773,10 +777,7 @@ class _Opened:
     async def _wait(
         self, awaited: asyncio.Future[Any], method: str, limit_s: float
     ) -> EnvError | None:
-        """Wait until `awaited` is done, or the task has ended.
-
-        Return the error of the task set's `method`, or None.
-        """
+        """Wait up to `limit_s` seconds for `awaited`. Return the error of `method`, or None."""
         task = self._task
         try:
             await asyncio.wait({task, awaited}, timeout=limit_s, return_when=FIRST_COMPLETED)
@@ -799,7 +800,7 @@ class _Opened:
 
 
 class _OpenEnvironment:
-    """A context that closes the environment of an attempt, if one was opened.
+    """A context that closes the environment `caller`, if there is one.
 
     It takes a tenth of the memory of an `AsyncExitStack`.
     """
@@ -813,9 +814,8 @@ class _OpenEnvironment:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Close the environment.
-
-        An error of its `close` raises `EpisodeFailed`, unless the episode has already failed.
+        """Close the environment. Raises `EpisodeFailed` if that fails, unless the episode has
+        failed before.
         """
         caller = self.caller
         if caller is None:
@@ -834,13 +834,11 @@ class _OpenEnvironment:
 async def _in_slot(
     slot: EpisodeSlot, episode: Callable[[], Awaitable[Trajectory | Failure]]
 ) -> Trajectory | Failure:
-    """Wait until the episode may run, then run it. `slot` decides when."""
     async with slot:
         return await episode()
 
 
 async def _outcome(attempt: Attempt) -> Trajectory:
-    """Await an attempt and return its trajectory. Raises `EpisodeFailed` if it failed."""
     try:
         trajectory: Trajectory = await attempt.outcome()
     except EnvError as error:
@@ -849,10 +847,7 @@ async def _outcome(attempt: Attempt) -> Trajectory:
 
 
 def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
-    """Return the groups unchanged, if at least one of their episodes has finished.
-
-    Raises `TooManyFailures` if all episodes of the groups failed.
-    """
+    """Return the groups unchanged. Raises `TooManyFailures` if all their episodes failed."""
     failures = [failure for group in groups for failure in group.failures]
     if failures and not any(group.trajectories for group in groups):
         raise TooManyFailures(
@@ -863,7 +858,7 @@ def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
 
 
 def _require_few_hung(failure: Failure) -> None:
-    """Raise `TooManyFailures` if too many environment calls hang in threads, which cannot be
+    """Raise `TooManyFailures` if too many environment calls never return. Their threads cannot be
     ended.
     """
     if (number := num_hung()) > MAX_HUNG:
@@ -879,9 +874,9 @@ def _starts(
     results: Sequence[Trajectory | Failure],
     forks: Sequence[Fork | None],
 ) -> Mapping[int, Start]:
-    """Return the start of each forked episode that has no result yet, by its index in the group.
+    """Return the start of each forked episode without a result, by its index in the group.
 
-    Raises ValueError if an episode is forked from one that is not finished.
+    Raises ValueError if an episode is forked from one that has not finished.
     """
     past = [record.outcome for record in request.past]
     parents = {each.episode: each for each in (*past, *results) if isinstance(each, Trajectory)}
@@ -916,9 +911,9 @@ def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]
 def failure_of(
     error: EpisodeFailed | NotReplayed, task: Task, pieces: Sequence[Piece], text: str
 ) -> Failure:
-    """Return the `Failure` that describes a failed attempt.
+    """Return the record of a failed attempt.
 
-    `pieces` are the tokens before the failure, and `text` describes the error.
+    `pieces` are the attempt's tokens before the failure, and `text` describes the error.
     """
     sampled = [piece for piece in pieces if isinstance(piece, Sampled)]
     return Failure(

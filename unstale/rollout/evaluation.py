@@ -1,4 +1,4 @@
-"""Evaluation: measure success on held-out tasks."""
+"""Evaluation: measure the policy's success on held-out tasks."""
 
 import asyncio
 import math
@@ -14,39 +14,39 @@ from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.seeds import derive_seed
 
 MAX_CONCURRENT = 512
-"""Number of held-out episodes that run at the same time. With more, episodes would only wait for
-the engine, and each environment may need a thread or a process.
+"""Number of held-out episodes that run at the same time. More would only wait for the engine, and
+each environment may need a thread or a process.
 """
 
 MAX_TRIALS = 3
-"""Number of tasks on which a trial episode may fail before the run stops. A trial is a single
-held-out episode, run before all others.
+"""Number of tasks on which the trial episode may fail before the run stops. The trial is one
+held-out episode that runs before all others.
 """
 
 Attempt = tuple[str, int]
-"""The key of an evaluation episode: the key of its task, and the number of the attempt at this
-task, from 0.
+"""The key of an evaluation episode: (key of the task, number of the attempt at this task, from
+0).
 """
 
 
 class FinishedEpisodes:
-    """The successes and rewards of evaluation episodes that ended without a failure, by attempt."""
+    """The successes and rewards of those evaluation episodes that have ended without a failure."""
 
     def __init__(self) -> None:
         self.successes: dict[Attempt, bool] = {}
         self.rewards: dict[Attempt, float] = {}
         self.waits: dict[str, float] = {}
-        """The seconds that the episodes waited for generation and for tools, as metrics."""
+        """Metrics: the seconds for which the episodes waited for generation and for tools."""
 
     def add(self, attempt: Attempt, episode: Trajectory) -> None:
-        """Record the finished episode of an attempt."""
+        """Record the success and the reward of an attempt's episode."""
         self.successes[attempt] = episode.success
         self.rewards[attempt] = episode.reward
 
     def mean_reward(self, attempts: Iterable[Attempt]) -> float:
-        """Return the mean reward of those `attempts` that are finished.
+        """Return the mean reward of those of the `attempts` that are finished.
 
-        NaN if no attempt is finished, or if the reward of a finished one is unknown.
+        NaN if none is finished, or if the reward of a finished one is not known.
         """
         ended = [attempt for attempt in attempts if attempt in self.successes]
         if not ended or any(attempt not in self.rewards for attempt in ended):
@@ -55,9 +55,8 @@ class FinishedEpisodes:
 
 
 def attempts_at(tasks: Iterable[Task]) -> list[Attempt]:
-    """Return one attempt for each listed task.
-
-    A task that is listed twice gets the attempts 0 and 1.
+    """Return one attempt for each listed task. Repetitions of a task get the numbers 0, 1, and so
+    on.
     """
     counts = Counter[str]()
     attempts: list[Attempt] = []
@@ -70,9 +69,9 @@ def attempts_at(tasks: Iterable[Task]) -> list[Attempt]:
 def measure_success(outcomes: Sequence[bool | None], samples: int) -> dict[str, float]:
     """Return the metrics of an evaluation.
 
-    `outcomes` has the success of each episode, or None if it failed, with `samples` successive
-    episodes for each task. The success rate is the mean over all episodes, in which failed ones
-    count as 0. It is NaN if all failed, because the policy's success is then not known.
+    `outcomes` has whether each episode succeeded, or None for one that failed. The `samples`
+    episodes of a task follow each other. The success rate is the mean over all episodes, where
+    failed ones count as 0. It is NaN if all failed, because the policy's success is then not known.
 
     >>> measure_success([True, False, None, False], samples=2)["eval/success_rate"]
     0.25
@@ -99,15 +98,17 @@ async def evaluate(  # noqa: PLR0913 - two of them say what is done already
     finished: FinishedEpisodes | None = None,
     trial: bool = False,
 ) -> list[bool | None]:
-    """Run one episode on each task. Return the success of each episode, or None if it failed.
+    """Run one episode on each listed task. Return whether each succeeded, or None for one that
+    failed.
 
-    `seed` affects only the replies, because the seed of an environment depends only on the task. A
-    task that is listed twice is attempted twice, with different replies. At the start and after
-    each episode, `progress` is called with a text, the numbers `done` and `total`, and the function
-    `detail`, which returns what the episodes wait for. Attempts in `finished` are not run again.
-    Other attempts are added to `finished` unless they fail. At most `MAX_CONCURRENT` episodes run
-    at the same time. With `trial`, one episode runs before all others start. Raises
-    `TooManyFailures` if this trial fails on each of the first `MAX_TRIALS` tasks.
+    `seed` affects only the replies: the environment's seed depends on the task. A task that is
+    listed twice is attempted twice, with different replies. `progress` is called at the start and
+    after each episode, with a text, the numbers `done` and `total`, and a function `detail` that
+    returns what the episodes wait for. Attempts in `finished` are not run again, and new ones are
+    added to it unless they fail. At most `MAX_CONCURRENT` episodes run at the same time.
+
+    With `trial`, one episode runs before the others. Raises `TooManyFailures` if it fails on each
+    of the first `MAX_TRIALS` tasks.
     """
     finished = finished or FinishedEpisodes()
     failures: list[Failure] = []

@@ -8,22 +8,22 @@ from collections.abc import Iterable, Sequence
 from unstale.records import Failure, Trajectory
 
 WINDOW = 100
-"""Smallest number of groups over which the share of failed episodes is measured."""
+"""Number of groups from which the share of failed episodes is computed, unless more run at once."""
 MINIMUM = 20
-"""Smallest number of ended groups after which failures can stop the run."""
+"""Number of groups that must have ended before failed episodes can stop the run."""
 
 
 class TooManyFailures(RuntimeError):
-    """Error: a larger share of episodes failed than `rollout.max_failed_share` allows."""
+    """Error: too many episodes failed, for example more than `rollout.max_failed_share` allows."""
 
 
 class FailureLimit:
-    """The share of failed episodes in the last groups, and the limit of this share.
+    """The share of failed episodes in the last groups, with the limit at which the run stops.
 
-    Episodes that fail often end earlier than others, so the groups that end first have more
-    failures. To avoid this bias, the share is taken over groups in the order of their start: when n
-    groups have ended, over the first n groups that began. Groups among these that still run count
-    as groups without failures.
+    Failing episodes often end early, so the groups that end first contain more failures than
+    others. To avoid this bias, the groups are counted in the order of their start. When n groups
+    have ended, the share is that of the first n groups started, of which only the last ones count
+    (`WINDOW`). A group among these that still runs counts as one without failures.
     """
 
     def __init__(self, max_share: float) -> None:
@@ -31,24 +31,24 @@ class FailureLimit:
         self._num_begun = 0
         self._running: set[int] = set()
         self._window = WINDOW
-        """Number of groups over which the share is taken: `WINDOW`, or as many as ran at the same
-        time if that is more.
+        """Number of groups from which the share of failed episodes is computed: `WINDOW`, or the
+        largest number of groups that ran at the same time if that is more.
         """
         self._first = 0
-        """The number of the first group over which the share of failed episodes is taken."""
+        """Number of the oldest group from which the share of failed episodes is computed."""
         self._shares: dict[int, float] = {}
-        """The share of failed episodes of each ended group, by the group's number. Groups before
-        `_first` are removed.
-        """
+        """Number of an ended group, from `_first` on -> share of its episodes that failed."""
 
     def restore(self, shares: Iterable[float]) -> None:
-        """Restore the shares of failed episodes of earlier groups, in the order of their start."""
+        """Restore the shares of failed episodes of groups before a resume, in the order of their
+        start.
+        """
         for share in shares:
             self._shares[self._num_begun] = share
             self._num_begun += 1
 
     def begin(self) -> int:
-        """Count a group that begins, and return its number."""
+        """Return the number of a new group, and count the group as running."""
         number = self._num_begun
         self._num_begun += 1
         self._running.add(number)
@@ -56,16 +56,14 @@ class FailureLimit:
         return number
 
     def end(self, group: int) -> None:
-        """Record that the group with this number no longer runs.
-
-        Called for cancelled groups, too.
-        """
+        """Record that this group no longer runs, because it has ended or was cancelled."""
         self._running.discard(group)
 
     def count(self, group: int, outcomes: Sequence[Trajectory | Failure]) -> None:
         """Record the outcomes of the episodes of a group that has ended.
 
-        Raises `TooManyFailures` if the share of failed episodes is too large.
+        Raises `TooManyFailures` if the share of failed episodes in the last groups exceeds the
+        limit.
         """
         failures = [each for each in outcomes if isinstance(each, Failure)]
         if group >= self._first:

@@ -1,4 +1,4 @@
-"""Sampling of one reply: the engine's tokens are added to the record of the episode."""
+"""Sampling of one reply. The engine's tokens are added to the episode's transcript."""
 
 from dataclasses import dataclass
 
@@ -11,29 +11,26 @@ from unstale.rollout.transcript import Transcript
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """An engine with sampling options, and the chat format that turns messages into tokens."""
+    """An engine, its sampling options, and the chat format that turns messages into tokens."""
 
     engine: Engine
     chat: Chat
     config: EngineConfig
     temperature: float | None = None
-    """Sampling temperature. None uses the temperature in `config`, which the trainer uses as
-    well.
-    """
+    """Sampling temperature. None uses `config.temperature`, the value that the trainer uses."""
     pins: bool = False
-    """True if the version of the weights that sampled an episode's first token must also sample all
-    its later tokens.
-    """
+    """True if one weight version must sample a whole episode: the version of its first token."""
     signals: bool = False
-    """True if replies must have signals: figures of each token's distribution."""
+    """True if the engine must return signals, which are statistics of each token's distribution."""
 
     @property
     def sampling_temperature(self) -> float:
-        """The temperature at which replies are sampled."""
         return self.config.temperature if self.temperature is None else self.temperature
 
     def reply_budget(self, num_tokens: int) -> int:
-        """Return how many tokens a reply may have after a context of `num_tokens` tokens."""
+        """Return how many tokens a reply may have after `num_tokens` tokens. Below 1 if none may
+        follow.
+        """
         return min(self.config.max_completion_tokens, self.config.max_context - num_tokens)
 
     async def generate(
@@ -44,17 +41,18 @@ class Generator:
         since: int | None = None,
         budget_use: BudgetUse | None = None,
     ) -> tuple[list[int], bool]:
-        """Sample one reply and add it to the transcript, the record of the episode.
+        """Sample one reply and add it to `transcript`, the record of the episode.
 
-        Return the reply's tokens, and True if it ended with a stop token. If a weight update
-        interrupts the engine, the reply continues from its tokens so far, under the new version, or
-        with `pins` under the old one.
+        Return the reply's tokens, and True if the last one is a stop token. If a weight update
+        interrupts the engine, the reply continues after its last token under the new version. With
+        `pins` it continues under the old version.
 
-        `since` is the index in `transcript.pieces` where the reply begins, if an interrupted call
-        already sampled a part of it. `budget_use` counts the tokens of the episode's segments: at
-        the end of a segment the reply pauses until the episode may continue. Raises `NotReplayed`
-        if a resumed episode differs from its record, and `Pruned` if the decision at a place is to
-        end the episode.
+        `since` is the index in `transcript.pieces` of the reply's first piece, if an earlier call
+        has sampled a part of the reply. `budget_use` counts tokens per segment of the episode. At
+        the end of a segment, sampling pauses until the episode may continue.
+
+        Raises `NotReplayed` if a resumed episode differs from its record. Raises `Pruned` if a
+        strategy ends the episode.
         """
         before = transcript.pieces[since:] if since is not None else ()
         budget_use = budget_use or BudgetUse()

@@ -1,4 +1,4 @@
-"""Calls of techniques (optional training methods) and advantage estimator in a run's steps."""
+"""The calls of techniques (optional training methods) and of the advantage estimator in a step."""
 
 from __future__ import annotations
 
@@ -29,42 +29,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHooks:
-    """The calls of a run's techniques (optional training methods) by the training loop."""
+    """The functions through which the training loop calls a run's techniques."""
 
     techniques: Techniques
     selection: Selection
     estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]]
-    """The advantage estimator that the run's options choose."""
+    """The run's advantage estimator. It returns each trajectory with its advantages."""
     identify: Callable[[Task], str]
-    """A function that returns a task's identity, which all repetitions of the task share."""
+    """A function that returns a task's identity: a text that is equal for repetitions of the
+    task.
+    """
     answer: Callable[[Trajectory], str]
-    """A function that returns the answer of an episode, empty if the task set reads none."""
+    """A function that returns the answer in an episode's last reply. Empty if the task set defines
+    none.
+    """
     lag: Callable[[Tensor], Tensor]
-    """A function that maps the weight versions of tokens `[T]` to the tokens' ages, as numbers of
-    trained batches.
+    """A function from the weight versions of tokens, `[T]`, to the number of batches trained
+    since.
     """
     resize: Callable[[int, int], None]
-    """A function `(group, size)` that writes the new number of episodes of a group to the
-    journal.
+    """A function `(group, size)` that records in the journal that this group now has `size`
+    episodes.
     """
     hidden_states: Callable[[Batch, StatesQuery], HiddenStates] | None
-    """A function that computes hidden states of the policy. None with several trainer ranks, where
-    techniques that need hidden states are refused.
+    """A function that computes hidden states of the policy. None with several trainer ranks:
+    techniques that need hidden states are then refused.
     """
     texts: Texts
-    """What strategies do with texts."""
+    """The object with which strategies encode, decode and write texts."""
     seed: int
     replay_experts: bool
-    """True if the forward passes for hidden states use the experts that were recorded during
+    """True if forward passes for hidden states route tokens to the experts recorded during
     sampling.
     """
     group_size: int = 1
-    """Largest number of episodes of a group whose episodes are forked while they run."""
+    """Largest number of episodes of a group, including those that are forked while others run."""
     record_round: Callable[[int, Mapping[str, Any]], None] = lambda group, decisions: None
-    """A function that writes a round of decisions about the episodes of a group to the journal."""
+    """A function `(group, decisions)` that writes one round of fork and prune decisions to the
+    journal.
+    """
     give_lessons: Callable[[Batch, Sequence[Group]], Batch] | None = None
-    """A function that adds each sequence's lesson to a batch: its teacher, and text that only the
-    teacher reads. None if the run has no such teacher.
+    """A function that adds a lesson to each sequence of a batch, for distillation. A lesson is the
+    index of the teacher and a text that only the teacher reads. None if the run has no lessons.
     """
 
     @property
@@ -98,9 +104,10 @@ class RunHooks:
     async def _next_round(
         self, strategy: Strategy, results: Sequence[Trajectory | Failure], roots: int
     ) -> Sequence[Fork | None]:
-        """Return the starts of the next round's episodes, or of those that are missing in a round.
+        """Return the start of each episode of the next round that has not been run yet.
 
-        A resumed group may have a part of a round: the journal has it as episodes.
+        `roots` is the number of episodes in the first round. After a resume, a round may be
+        incomplete.
         """
         rounds = [results[:roots]]
         done = roots
@@ -130,7 +137,7 @@ class RunHooks:
         )
 
     def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        """Return the batch as the trainer receives it, with additions by techniques and lessons."""
+        """Return the batch as the trainer receives it. `give_lessons`, if any, adds to it."""
         return self.give_lessons(batch, groups) if self.give_lessons else batch
 
     def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:

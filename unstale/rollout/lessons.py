@@ -1,8 +1,8 @@
-"""The lessons of a batch: for each sequence, its teacher and the text that only the teacher reads.
+"""Lessons for the technique `distil`: the teacher of each sequence, and a text only it reads.
 
-The technique `distil` takes both from the task's data: the teacher's name from one field, and the
-text from the fields that `distil.context` names. The text is tokenized separately and inserted at
-the end of the last message of the prompt, before the token that ends the message.
+Both come from the task's data: the teacher's name from the field `distil.domain`, and the text from
+the fields that `distil.context` names. The text is tokenized separately and inserted at the end of
+the last message of the prompt, before the token that ends the message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,18 @@ from unstale.records import Batch, Group, Lesson, Task
 from unstale.techniques.distil import DistilConfig
 
 ENV = "env"
-"""The name of a data field that every task has: the name of its environment."""
+"""A field that the data of every task has: the name of the task's environment."""
 
 
 class Lessons:
-    """A function that adds lessons to a batch: each sequence's teacher and the teacher's text."""
+    """A function that adds to a batch, for each sequence, its teacher and a text only this teacher
+    reads.
+    """
 
     def __init__(self, options: DistilConfig, taskset: Taskset, chat: Chat) -> None:
-        """Read the field names in the options.
+        """Read the names of fields in `distil.context`.
 
-        Raises `ConfigError` if `options` has a malformed text.
+        Raises `ConfigError` if this text is malformed.
         """
         self._options = options
         self._taskset = taskset
@@ -47,7 +49,9 @@ class Lessons:
         self._fields = found
 
     def __call__(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        """Return the batch with each sequence's lesson, which its group's task defines."""
+        """Return the batch with the lesson of each sequence, which depends on the task of its
+        group.
+        """
         tasks = {episode: group.task for group in groups for episode in group.episodes}
         of_task = {task: self.of(task) for task in set(tasks.values())}
         lessons = []
@@ -58,19 +62,18 @@ class Lessons:
         return replace(batch, lessons=tuple(lessons))
 
     def of(self, task: Task) -> Lesson:
-        """Return the lesson of a task: its teacher, and the text that only this teacher reads.
+        """Return the lesson of a task: its teacher, and the tokens that only this teacher reads.
 
-        The text's place in the prompt is not yet set. Raises `ConfigError` if the task names no
-        teacher, or lacks a field that the text needs.
+        The lesson's `start` in the prompt is not set yet. Raises `ConfigError` if the task has no
+        teacher or lacks a field that the text needs.
         """
         data = data_of(self._taskset, task)
         return Lesson(self._teacher(task, data), tokens=self._encoded(task, data))
 
     def with_text(self, task: Task, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return an episode's tokens with the text of its task's lesson in the prompt.
+        """Return a prompt's tokens, with the teacher's text of this task before the last end token.
 
-        The text is at the end of the last message before the first reply. Raises `ConfigError` if
-        the prompt has no end token.
+        Raises `ConfigError` if the prompt has no end token.
         """
         place = self._last_end(tokens)
         return (
@@ -80,7 +83,7 @@ class Lessons:
         )
 
     def _teacher(self, task: Task, data: Mapping[str, Any]) -> int:
-        """Return the index, in `distil.teacher`, of the teacher of a task."""
+        """Return the index in `distil.teacher` of the task's teacher."""
         if len(self._names) == 1:
             return 0
         name = str(_field(data, self._options.domain, task, "distil.domain"))
@@ -92,7 +95,7 @@ class Lessons:
         return self._names.index(name)
 
     def _encoded(self, task: Task, data: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the tokens of the text that only the teacher reads."""
+        """Return the tokens that only the teacher reads, for this task's data."""
         if not self._options.context:
             return ()
         values = {name: _field(data, name, task, "distil.context") for name in self._fields}
@@ -100,8 +103,7 @@ class Lessons:
         return tuple(self._chat.encode_content(text))
 
     def _end_of_prompt(self, batch: Batch, sequence: int) -> int:
-        """Return the offset in a sequence of the token that ends the message before the first
-        reply.
+        """Return the offset in a sequence of the last end token before the first reply.
 
         Raises `ConfigError` if there is none.
         """
@@ -111,7 +113,7 @@ class Lessons:
         return self._last_end(prompt)
 
     def _last_end(self, prompt: Sequence[int]) -> int:
-        """Return the place of the last end token. Raises `ConfigError` if there is none."""
+        """Return the index of the last end token. Raises `ConfigError` if there is none."""
         ends = [place for place, token in enumerate(prompt) if token in self._chat.stop_tokens]
         if not ends:
             raise ConfigError(
@@ -125,7 +127,7 @@ class Lessons:
 def data_of(taskset: Taskset, task: Task) -> Mapping[str, Any]:
     """Return the fields of a task's data, and the name of its environment as the field `env`.
 
-    A task set without data gives only the name.
+    If the task set has no data, `env` is the only field.
     """
     if isinstance(taskset, MixedTasks):
         taskset = taskset.part_of(task)
@@ -144,11 +146,11 @@ def _field(data: Mapping[str, Any], name: str, task: Task, option: str) -> Any:
 
 
 def build_lessons(config: RunConfig, taskset: Taskset, chat: Chat) -> Lessons | None:
-    """Return the object that adds lessons to batches.
+    """Return the function that adds to a batch, for each sequence, its teacher and the teacher's
+    text.
 
-    None if there is only one teacher and it reads no further text.
-
-    Raises `ConfigError` if the first task has no teacher, or lacks a field.
+    Return None if the run has one teacher at most and this teacher reads no further text. Raises
+    `ConfigError` if the first task has no teacher, or lacks a field.
     """
     options = config.technique_options.get("distil")
     if not isinstance(options, DistilConfig) or not options.has_lessons:

@@ -1,4 +1,4 @@
-"""Metrics of the groups and advantages of one batch. docs/metrics.md defines each of them."""
+"""Metrics of the episodes and advantages of one batch. docs/metrics.md defines each of them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,9 +19,9 @@ PERCENTILES = (50, 90, 99)
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of a batch's groups. Failed and pruned episodes are only counted.
+    """Return the metrics of a batch's episodes. Failed and pruned episodes are only counted.
 
-    A metric without a value in any episode is NaN.
+    A metric is NaN if no episode has a value for it.
     """
     everything = [trajectory for group in groups for trajectory in group.trajectories]
     finished = [each for each in everything if each.stop != "pruned"]
@@ -66,7 +66,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
 def describe_advantages(
     groups: Sequence[Group], scored: Sequence[ScoredTrajectory]
 ) -> dict[str, float]:
-    """Return one metric: the share of groups whose episodes all have the same advantage."""
+    """Return the share of groups whose tokens all have the same advantage, as one metric."""
     by_episode = {each.trajectory.episode: each.advantage for each in scored}
     uniform = []
     for group in groups:
@@ -79,14 +79,14 @@ def describe_advantages(
 
 
 def _cut_reply_share(finished: Sequence[Trajectory]) -> float:
-    """Return the share of all replies that were cut because they reached a limit of tokens."""
+    """Return the share of replies that ended because a limit of tokens was reached."""
     replies = sum(one.num_turns for each in finished for one in each.conversations)
     cut = sum(each.facts.get(CUT_REPLIES, 0.0) for each in finished)
     return cut / replies if replies else math.nan
 
 
 def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each named reward. An episode that a limit ended counts as 0."""
+    """Return the mean of each named reward. An episode without it counts as 0."""
     names = {name for trajectory in finished for name in trajectory.rewards} - {"reward"}
     return {
         f"reward/{name}_mean": _mean(trajectory.rewards.get(name, 0.0) for trajectory in finished)
@@ -95,10 +95,9 @@ def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _facts(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each fact. A fact is a number that the environment reports.
+    """Return the mean of each fact, a number that the environment reports with an episode.
 
-    A task set that combines several rewards into one reports each of them as a fact
-    `reward/<name>`.
+    The rewards that a task set combines into one are among the facts, as `reward/<name>`.
     """
     names = {name for trajectory in finished for name in trajectory.facts} - {
         "success",

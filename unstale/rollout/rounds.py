@@ -1,8 +1,9 @@
-"""Rounds: episodes of a group stop at places of decision, where a strategy forks or prunes them.
+"""Rounds of decisions, in which a strategy forks or prunes the episodes of a group.
 
-A round is complete when every episode of the group has ended or waits at its next place. Then the
-strategy decides about all of them at once. So its decisions depend on recorded tokens only, not on
-the speed of an engine. They are recorded before any episode continues, and repeated on a resume.
+Each episode waits at places of decision in its replies, such as every 100 tokens. When every
+episode of the group waits or has ended, the strategy decides about all of them at once: this is a
+round. So decisions depend on the recorded tokens only, not on the speed of an engine. The journal
+records a decision before any episode continues, and a resumed run repeats it.
 """
 
 import asyncio
@@ -32,38 +33,44 @@ UNLIMITED = 1 << 30
 
 
 class Start(NamedTuple):
-    """The start of an episode."""
+    """How an episode of a group begins."""
 
     fork: Fork | None = None
-    """The place at which it was forked from another one. None for an episode that starts anew."""
+    """The place in an earlier episode after which this one differs. None if the episode starts
+    anew.
+    """
     prefix: Sequence[Piece] = ()
-    """The tokens before that place, and placed text."""
+    """The pieces (runs of tokens) before the fork, and text that the strategy puts after them."""
     looks: "Looks | None" = None
-    """The places at which the episode waits for a decision."""
+    """The places at which the episode waits for a decision. None if it waits at none."""
 
 
 NO_FORK = Start()
-"""The `Start` of an episode that is not forked from another one."""
+"""The `Start` of an episode that begins anew and waits for no decision."""
 
 
 class Pruned(Exception):
-    """Raised at a place of decision to end the episode there, without a reward."""
+    """Raised where a strategy decides to end an episode. The episode then has no reward."""
 
 
 def reply_spans(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Return the first and last place of each reply, with replies before a fork."""
+    """Return the token offsets of each reply: its start and its end. Replies before a fork are
+    included.
+    """
     return [(start, start + len(tokens)) for start, tokens in replies(pieces)]
 
 
 def look_places(
     pieces: Sequence[Piece], plan: LookPlan, fork: Fork | None, *, going: bool
 ) -> Iterator[int]:
-    """Yield the places of decision of an episode, as numbers of tokens before them.
+    """Yield the places of an episode at which a strategy decides, each as the number of tokens
+    before it.
 
-    The end of a reply is its last place, unless the plan has one place in a reply and that is
-    earlier. So each token of a reply is looked at, however the reply goes on after it. `going` is
-    True if the last reply continues. The decision that made the fork was its parent's, so the first
-    place behind the fork in the same reply is left out.
+    `plan` says where in a reply these places are, and `fork` is the fork with which the episode
+    began. `going` is True if the last reply is incomplete. The end of a complete reply is its last
+    place, unless the plan has only one place per reply and this comes earlier. In the reply that
+    contains the fork, the first place from the fork on is left out, because the decision there made
+    the fork.
     """
     spans = reply_spans(pieces)
     for number, (start, end) in enumerate(spans):
@@ -79,32 +86,37 @@ def look_places(
 
 @dataclass(slots=True)
 class Looks:
-    """The places of decision of one episode."""
+    """The places at which one episode waits for the strategy's decision to go on, fork or end."""
 
     rounds: "Rounds"
     index: int
     fork: Fork | None
     visited: int = 0
-    """Number of places that the episode has passed."""
+    """Number of places of decision that the episode has passed."""
     weight: float = 1.0
-    """The product of 1 / probability over the draws that the episode has survived."""
+    """Importance weight of the episode: the product of 1 / p, where p is its probability to survive
+    a decision.
+    """
 
     @property
     def is_recorded(self) -> bool:
-        """True if a round before a resume decided about the episode."""
+        """True if the journal has a decision about this episode from before a resume."""
         return self.rounds.has_decided(self.index)
 
     def left(self, length: int) -> int:
-        """Return the number of tokens until the next place of a reply that has `length`."""
+        """Return how many tokens a reply of `length` tokens still has before the next decision
+        about it.
+        """
         plan = self.rounds.plan
         if length < plan.first:
             return plan.first - length
         return plan.every - (length - plan.first) % plan.every if plan.every else UNLIMITED
 
     async def visit(self, episode: int, pieces: Sequence[Piece], *, going: bool) -> None:
-        """Wait for the decision at each place that was not visited. Raises `Pruned`.
+        """Wait for the decision at each place that the episode has reached and not yet visited.
 
-        `going` is True if the last reply continues after the last of `pieces`.
+        `episode` is the episode's number, and `pieces` are its tokens. `going` is True if the last
+        reply is incomplete. Raises `Pruned` if a decision ends the episode.
         """
         places = [*look_places(pieces, self.rounds.plan, self.fork, going=going)]
         for place in places[self.visited :]:
@@ -118,7 +130,7 @@ class Looks:
                 raise Pruned
 
     async def repeat(self, record: EpisodeRecord) -> None:
-        """Visit the places of an episode that ended before a resume."""
+        """Pass the recorded decisions about an episode that ended before a resume."""
         end = record.outcome
         is_pruned = isinstance(end, Trajectory) and end.stop == "pruned"
         pieces = end.pieces if isinstance(end, Trajectory) else record.pieces
@@ -126,16 +138,19 @@ class Looks:
             await self.visit(record.episode, pieces, going=is_pruned)
 
     def facts(self) -> dict[str, float]:
-        """Return the episode's weight as a fact. Empty without a draw."""
+        """Return the importance weight as a fact, a number that is reported with the episode.
+
+        Empty if the weight is 1.
+        """
         return {} if self.weight == 1 or self.weight < 0 else {SURVIVAL: self.weight}
 
 
 Episode = Callable[[int, Start], Awaitable[Trajectory | Failure]]
-"""A function that runs the episode with an index in its group."""
+"""A function `(index, start)` that runs the episode with this index in its group."""
 
 
 class Rounds:
-    """The rounds of decisions about the episodes of one group."""
+    """The rounds in which a strategy decides which episodes of a group to fork or to end."""
 
     def __init__(
         self,
@@ -146,8 +161,8 @@ class Rounds:
     ) -> None:
         """Create the rounds of a group of at most `size` episodes.
 
-        `record` is called with the group's number and each round's decisions, as JSON. Those of
-        `request` are repeated first.
+        The decisions recorded in `request` are repeated first. `record` is called with the number
+        of the group and the decisions of each new round, as JSON.
         """
         self.plan = strategy.look_plan
         self._strategy = strategy
@@ -157,18 +172,24 @@ class Rounds:
         self._number = 0
         self._leaves: dict[int, Leaf] = {}
         self._paths: dict[int, tuple[Piece, ...]] = {}
-        """The pieces before the fork of each forked episode, as their parents sampled them."""
+        """Index of an episode -> the tokens before its fork, as the parent episodes sampled
+        them.
+        """
         self._running: set[int] = set()
         self._waiting: dict[int, asyncio.Future[float]] = {}
         self._results: dict[int, Trajectory | Failure] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
     def has_decided(self, index: int) -> bool:
-        """Return True if a round before a resume decided about the episode with this index."""
+        """Return True if the journal has a decision about this episode from before a resume."""
         return any(index == each for row in self._request.rounds for each, _ in row["factors"])
 
     async def run(self, episode: Episode, roots: int) -> list[Trajectory | Failure]:
-        """Run the episodes of the group, and return their results in the order of their start."""
+        """Run `roots` episodes and their forks. Return all results, in the order in which they
+        started.
+
+        `episode` is the function that runs one of them.
+        """
         self._episode = episode
         async with asyncio.TaskGroup() as self._tasks:
             for _ in range(roots):
@@ -176,10 +197,11 @@ class Rounds:
         return [self._results[index] for index in range(len(self._results))]
 
     def _begin(self, fork: Fork | None, parent: tuple[Piece, ...], weight: float = 1.0) -> None:
-        """Start an episode. `parent` are the pieces of the one from which it is forked.
+        """Start an episode, which is forked from an episode with the pieces `parent` unless `fork`
+        is None.
 
-        `weight` is that of the parent before this round: whether it survives does not decide about
-        its forks, because the probability may depend on tokens after them.
+        `weight` is the weight of the parent before this round. The parent's own survival must not
+        change the weight of its forks, because its probability may depend on tokens after the fork.
         """
         assert self._tasks is not None
         index = len(self._paths)
@@ -205,9 +227,10 @@ class Rounds:
     async def look(
         self, looks: Looks, episode: int, pieces: Sequence[Piece], *, going: bool
     ) -> float:
-        """Wait until the round is decided. Return the factor of the episode's weight.
+        """Wait until the round is decided. Return the factor by which the episode's weight changes.
 
-        It is 0 or `DROPPED` if the episode is pruned.
+        The factor is 1 / p for an episode that survives with probability p. It is 0 or `DROPPED`
+        for one that ends here.
         """
         index = looks.index
         path = self._path(index, looks.fork, pieces)
@@ -218,7 +241,9 @@ class Rounds:
         return await waiting
 
     def _path(self, index: int, fork: Fork | None, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Return an episode's pieces, with its parents' pieces in place of SHARED context."""
+        """Return an episode's tokens, with those before its fork as the parent episodes sampled
+        them.
+        """
         skip = fork.at if fork else 0
         own: list[Piece] = []
         for piece in pieces:
@@ -228,7 +253,7 @@ class Rounds:
         return (*self._paths[index], *own)
 
     def _decide(self) -> None:
-        """Decide about all episodes, if none is running."""
+        """If no episode is running, decide about all that wait, and start the new ones."""
         if self._running:
             return
         past = self._request.rounds
@@ -258,7 +283,9 @@ class Rounds:
             self._begin(None, ())
 
     def _asked(self) -> tuple[dict[int, float], list[Fork], int]:
-        """Ask the strategy. Return the factors of waiting episodes, forks, and new episodes."""
+        """Let the strategy decide. Return the weight factors of the waiting episodes by their
+        index, the forks to start, and the number of episodes to start anew.
+        """
         seed = derive_seed(self._request.seed, self._request.task.key, "round", self._number)
         random = Random(seed)
         leaves = [self._leaves[index] for index in sorted(self._leaves)]
@@ -275,7 +302,7 @@ class Rounds:
 
 
 def _row(factors: Mapping[int, float], forks: Sequence[Fork], fresh: int) -> dict[str, Any]:
-    """Return the decisions of a round as JSON. The text of a fork is a run of FORCED tokens."""
+    """Return the decisions of one round as a JSON record."""
     rows = [[each.parent, each.at, [piece.tokens for piece in each.text]] for each in forks]
     return {"factors": [*factors.items()], "forks": rows, "fresh": fresh}
 

@@ -1,12 +1,12 @@
-"""Segments of episodes: how many episodes run at once, and the use of their budgets.
+"""Segments of episodes: which episodes run at the same time, and what they use of their budgets.
 
-A slot is the permission to run. At the end of a segment, a running episode gives its slot to the
-oldest waiting episode, even to a younger one: otherwise a long episode would hold its slot until
-its end. The paused episode continues when a slot is free and no older episode waits. It keeps its
-environment and tokens, and its later tokens have the version that samples them.
+An episode needs a slot to run. At the end of a segment, a running episode gives its slot to the
+oldest waiting episode, even if that one is younger. Otherwise a long episode would hold its slot
+until its end. The paused episode continues when a slot is free and no older episode waits. It keeps
+its environment and tokens. Its later tokens have the version that samples them.
 
-No episode waits for a slot while it holds one, and every segment ends. So each episode continues at
-last, because only a limited number of older episodes can wait.
+No episode waits for a slot while it holds one, and every segment ends. Only a limited number of
+older episodes can wait, so each episode continues eventually.
 """
 
 from __future__ import annotations
@@ -24,29 +24,24 @@ if TYPE_CHECKING:
     from unstale.envs.chat import Chat
 
 Age = tuple[int, int]
-"""The age of an episode: the number of its group, and its index in the group. The smallest is the
+"""The key by which episodes wait: the number of the group, then the index in it. Smallest is
 oldest.
 """
 UNLIMITED = 1 << 62
-"""The number of tokens that stands for "no limit"."""
+"""A number of tokens that means "no limit"."""
 
 
 class EpisodeSlots:
-    """A semaphore that limits the number of running episodes.
-
-    The oldest waiting episode runs next.
-    """
+    """A semaphore that limits how many episodes run, and serves the oldest waiting one first."""
 
     def __init__(self, number: int) -> None:
         self._free = number
         self._waiting: list[tuple[Age, int, asyncio.Future[None]]] = []
-        """A heap of the waiting episodes, the oldest first. The future is done when the episode may
-        run.
-        """
+        """A heap of the waiting episodes, oldest first. Setting the future lets the episode run."""
         self._order = count()
 
     async def take(self, age: Age) -> None:
-        """Wait until an episode of this age may run."""
+        """Wait until an episode of this `age` may run. The oldest waiting episode is the next."""
         if self._free:
             self._free -= 1
             return
@@ -60,10 +55,7 @@ class EpisodeSlots:
             raise
 
     def give_back(self) -> None:
-        """Let the oldest waiting episode run in place of one that stops.
-
-        If none waits, one more may start later.
-        """
+        """Give a slot to the oldest waiting episode. If none waits, the slot becomes free."""
         while self._waiting:
             *_, given = heapq.heappop(self._waiting)
             if not given.done():
@@ -73,19 +65,22 @@ class EpisodeSlots:
 
 
 class EpisodeSlot:
-    """The right of one episode to run: a context that is entered once the episode may run."""
+    """A context in which one episode runs. Entering it waits for a slot, leaving it frees the
+    slot.
+    """
 
     def __init__(self, slots: EpisodeSlots, age: Age, on_wait: Callable[[float], None]) -> None:
-        """Create the slot of an episode. `age` decides which waiting episode runs first.
+        """Create the context of one episode. Among waiting episodes, the one with the lowest `age`
+        runs next.
 
-        `on_wait` is called with the seconds of each wait.
+        `on_wait` is called after each wait, with its duration in seconds.
         """
         self._slots = slots
         self._age = age
         self._on_wait = on_wait
         self._held = False
         self.wait_s = 0.0
-        """Seconds for which the episode has waited to run."""
+        """Seconds that the episode has waited for slots, in total."""
 
     async def __aenter__(self) -> Self:
         await self._take()
@@ -95,7 +90,7 @@ class EpisodeSlot:
         self._give_back()
 
     async def pause(self) -> None:
-        """Let the oldest waiting episode run. Wait until this one may continue.
+        """Give the slot to the oldest waiting episode, and wait for another slot.
 
         Return at once if no episode waits.
         """
@@ -119,27 +114,29 @@ class EpisodeSlot:
 
 
 class BudgetUse:
-    """The tokens, tool calls and segments that one attempt at an episode has used of its budget.
+    """The tokens, tool calls and segments of its budget that one attempt at an episode has used.
 
-    Use is computed from the tokens and calls so far, so it is the same after a resume.
+    They are computed from the episode's tokens, so they are the same after a resume.
     """
 
     __slots__ = ("_calls", "_segment_calls", "_slot", "_tokens", "budget", "segment")
 
     def __init__(self, budget: EpisodeBudget = NO_BUDGET, slot: EpisodeSlot | None = None) -> None:
-        """Begin with nothing used. `slot` lets a waiting episode run between two segments."""
+        """Start with an unused budget. Between two segments, other episodes may run in this one's
+        `slot`.
+        """
         self.budget = budget
         self._slot = slot
         self.segment = 1
         """The number of the episode's current segment, from 1."""
         self._tokens = 0
-        """Number of tokens sampled in the current segment."""
+        """Number of tokens that were sampled in the current segment."""
         self._segment_calls = 0
         self._calls = 0
 
     def replay(self, pieces: Sequence[Piece], chat: Chat) -> None:
-        """Count the recorded replies of an episode that continues from an environment's
-        snapshot.
+        """Count the tokens and tool calls of the recorded replies with which a resumed episode
+        begins.
         """
         replies: dict[int, list[int]] = {}
         for _, piece, turn in walk(pieces):
@@ -150,7 +147,9 @@ class BudgetUse:
             self.count_calls(len(chat.parse(reply).tool_calls))
 
     def count(self, tokens: int) -> None:
-        """Count sampled tokens. When they fill a segment, begin the next one."""
+        """Count this many sampled tokens. They fill the current segment first, then further
+        ones.
+        """
         limit = self._segment_limit
         while tokens:
             self.begin_segment()
@@ -163,9 +162,8 @@ class BudgetUse:
         self._segment_calls += calls
 
     def begin_segment(self) -> bool:
-        """If the current segment has ended, begin the next one and return True.
-
-        Otherwise return False.
+        """Begin the next segment if the current one is used up. Return True if so, otherwise
+        False.
         """
         if not self._is_over:
             return False
@@ -175,28 +173,28 @@ class BudgetUse:
 
     @property
     def slot_wait_s(self) -> float:
-        """Seconds for which the episode has waited to run, over all attempts."""
+        """Seconds that the episode has waited for slots, over all its attempts."""
         return self._slot.wait_s if self._slot else 0.0
 
     @property
     def segment_left(self) -> int:
-        """Number of tokens that may still be sampled in the episode's current segment."""
+        """Number of tokens that may still be sampled in the current segment."""
         return self._segment_limit - self._tokens
 
     async def tokens_left(self) -> int:
-        """Return how many tokens may be sampled next.
+        """Return how many tokens may be sampled next without another pause.
 
-        If the current segment has ended, first let a waiting episode run, and wait until this one
-        may continue.
+        If the current segment is used up, first pause so that other episodes may run.
         """
         if self.begin_segment() and self._slot:
             await self._slot.pause()
         return self.segment_left
 
     def reply_limit(self, num_tokens: int) -> int:
-        """Return how many tokens a reply may have after a context of `num_tokens`.
+        """Return how many tokens the budget allows a reply after `num_tokens` tokens of the
+        episode.
 
-        Below 1 if none may follow.
+        A value below 1 means that no reply is allowed.
         """
         budget = self.budget
         limits = [UNLIMITED]
@@ -212,9 +210,10 @@ class BudgetUse:
         return min(limits)
 
     def stop(self, num_tokens: int) -> Stop | None:
-        """Return "max_turns" or "max_tokens" if the budget allows no further reply, otherwise None.
+        """Return why the budget allows no further reply: "max_turns" or "max_tokens". None if it
+        allows one.
 
-        `num_tokens` is the length of the episode so far.
+        `num_tokens` is the number of the episode's tokens so far.
         """
         budget = self.budget
         used_up = self.segment == budget.segments and self._is_over
@@ -224,7 +223,7 @@ class BudgetUse:
         return "max_tokens" if self.reply_limit(num_tokens) < 1 else None
 
     def facts(self) -> dict[str, float]:
-        """Return the number of segments as a fact of the episode.
+        """Return the number of segments as a fact, a number that is reported with the episode.
 
         Empty if the budget has no segments.
         """
@@ -236,6 +235,6 @@ class BudgetUse:
 
     @property
     def _is_over(self) -> bool:
-        """True if the current segment has used all its tokens or tool calls."""
+        """True if the current segment has no tokens or no tool calls left."""
         calls = self.budget.segment_calls
         return self._tokens >= self._segment_limit or bool(calls and self._segment_calls >= calls)

@@ -1,14 +1,13 @@
-"""The choice of training tasks, and of the number of episodes of each group.
+"""The choice of training tasks, and of the number of episodes for each.
 
-Without a pool, the tasks come in the order of the task set. With `selection.pool`, only the task
-set's first tasks are used, again and again: in turn, or as a sampler chooses. A task is drawn when
-its group begins.
+Without a pool, tasks come in the order of the task set. With `selection.pool`, only the first tasks
+of the task set are used, again and again: in turn, or as a technique's sampler chooses. A task is
+drawn when its group begins.
 
-In a resumed run, groups that had begun keep their tasks. The draws of other groups depend only on
-the number of the group, the checkpoint and the journal. The journal has the number of visits of
-each task. The checkpoint has the sampler's state, which changes when a batch was trained on. So a
-run draws as without the resume if it is deterministic, or if no step was trained after the
-checkpoint.
+After a resume, groups that had begun keep their tasks. Later draws depend on the number of the
+group, on the journal (visits of each task) and on the checkpoint (state of the sampler after the
+last trained batch). So a resumed run draws the same tasks if it is deterministic, or if no step was
+trained after the checkpoint.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ if TYPE_CHECKING:
     from unstale.durability.resume import ResumeState
 
 MAX_SKIPPED = 100_000
-"""Number of tasks skipped in a row at which the run stops, because probably no usable task remains.
-A task is skipped if its episodes failed or were refused before.
+"""Number of tasks skipped in a row after which no more requests come, because probably no usable
+task remains. A task is skipped if its episodes failed before.
 """
 MAX_COMPARED = 100_000
-"""Largest number of training tasks that are searched for a repeated task. The search takes about
-0.1 s.
+"""Largest number of training tasks that are searched for one that repeats. This takes about 0.1
+s.
 """
 
 
@@ -60,12 +59,12 @@ async def training_requests(
     identify: Identities,
     skipped: Collection[str],
 ) -> AsyncIterator[GroupRequest]:
-    """Yield a request for a group of episodes for each training task, in order.
+    """Yield a request for a group of episodes for each training task, in the task set's order.
 
-    `start` is the state from which the run continues. A resumed run continues after its last task.
-    Tasks whose identity is in `skipped` get no request. The requests end after `MAX_SKIPPED`
-    skipped tasks in a row. If a task comes again, its request has another seed. With the same seed,
-    it would repeat the episodes of its first group.
+    `start` is the state from which the run continues: tasks up to its place are passed over. Tasks
+    whose identity (a name that repetitions share) is in `skipped` get no request, and after
+    `MAX_SKIPPED` of these in a row the requests end. If a task comes again, its request has another
+    seed, so that its episodes differ.
     """
     number = start.admitted
     num_skipped = 0
@@ -93,9 +92,11 @@ def make_pool(
     options: SelectionConfig,
     identify: Callable[[Task], str] | None = None,
 ) -> dict[str, tuple[int, Task]]:
-    """Return the first tasks of a task set, by identity, each with its index in the task set.
+    """Return the tasks of a pool as identity -> (index in the task set, task).
 
-    Raises `ConfigError` if a task comes twice, or if there are fewer than `options.pool`.
+    An identity is a name that repetitions of a task share. The pool has the first `options.pool`
+    training tasks, or held-out tasks with `options.test_time`. Raises `ConfigError` if two of them
+    are the same, or if the task set has fewer.
     """
     identify = identify or Identities(taskset)
     size = options.pool
@@ -112,9 +113,7 @@ def make_pool(
 
 
 def require_repeats(config: RunConfig, taskset: Taskset) -> None:
-    """Raise `ConfigError` if a technique needs tasks that come again, but this run uses each
-    once.
-    """
+    """Raise `ConfigError` if a technique needs repeated tasks, but the run uses each task once."""
     options = config.technique_options
     names = [each.needs_repeats(options[each.name]) for each in chosen(config.techniques)]
     if config.selection.pool or not any(names):
@@ -133,7 +132,7 @@ def require_repeats(config: RunConfig, taskset: Taskset) -> None:
 
 
 def read_texts(taskset: Taskset, pool: Mapping[str, tuple[int, Task]]) -> dict[str, str]:
-    """Return the text of each task of a pool, by identity.
+    """Return the text of each task in a pool, by the task's identity.
 
     Raises `ConfigError` if a task has no text.
     """
@@ -149,10 +148,9 @@ def read_texts(taskset: Taskset, pool: Mapping[str, tuple[int, Task]]) -> dict[s
 
 
 class Selection:
-    """The choice of training tasks, and of the number of episodes on each.
+    """The choice of training tasks, and of the number of episodes for each.
 
-    All methods are called on the event loop. Only `requests` is asynchronous: it waits for the task
-    set.
+    All methods must be called on the event loop.
     """
 
     def __init__(  # noqa: PLR0913 - two of them are not the selection's own
@@ -165,10 +163,10 @@ class Selection:
         skipped: Collection[str],
         encode: Callable[[Sequence[str], StatesQuery], Tensor] | None = None,
     ) -> None:
-        """Create the selection of a run. `start` is the state from which the run continues.
+        """Create the selection of a run that continues from the state `start`.
 
-        `skipped` are the identities of the tasks that are not tried again. Callers may add to this
-        set. `encode` returns vectors of texts from hidden states of the policy.
+        `skipped` has the identities of tasks that are not used again. The caller may add to it
+        later. `encode` turns texts into vectors `[n, H]`, for samplers that compare tasks.
         """
         self._config = config
         self._taskset = taskset
@@ -190,10 +188,12 @@ class Selection:
                 techniques.sampler.read_vectors(encode)
         self._names = list(self._pool)
         self._live = {each.number: self.identify(each.task) for each in start.requests}
-        """The identity of the task of each group in flight, by the number of the group."""
+        """Number of a group in flight -> identity of its task. A sampler draws other tasks if it
+        can.
+        """
 
     async def requests(self) -> AsyncIterator[GroupRequest]:
-        """Yield the requests for the next groups of episodes. End when no task can be used."""
+        """Yield a request for each further group of episodes. End when no usable task remains."""
         config = self._config
         if not self._pool:
             requests = training_requests(
@@ -232,9 +232,9 @@ class Selection:
         return draw
 
     def _candidates(self, number: int) -> Sequence[str]:
-        """Return the identities of the tasks from which the task of group `number` is chosen.
+        """Return the identities of the tasks from which the task of group `number` is drawn.
 
-        Without a sampler, it is only the next task in turn. Empty if no task can be used.
+        Without a sampler, this is only the next task in turn. Empty if no usable task remains.
         """
         count = len(self._names)
         if self._techniques.sampler is None:
@@ -254,10 +254,10 @@ class Selection:
         return name not in self._skipped
 
     def _sized(self, request: GroupRequest, size: int = 0, reply_tokens: int = 0) -> GroupRequest:
-        """Return the request with the number of its episodes, and their limits of turns and tokens.
+        """Return the request with its number of episodes and their limits of turns and tokens.
 
-        A `size` of 0 leaves the number to techniques or to `schedule.group_size`. `reply_tokens`
-        limits each reply (0: no limit).
+        With `size` 0, techniques or `schedule.group_size` set the number. `reply_tokens` is the
+        limit of each reply (0: none).
         """
         allocator, strategy = self._techniques.allocator, self._techniques.strategy
         group_size = self._config.schedule.group_size
@@ -278,7 +278,9 @@ class Selection:
         )
 
     def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
-        """Return the number of further episodes to run in a group whose episodes have all ended."""
+        """Return how many further episodes to run in a group, whose episodes so far have all
+        ended.
+        """
         allocator = self._techniques.allocator
         ended = (each for each in results if isinstance(each, Trajectory))
         rewards = tuple(each.reward for each in ended if each.fork is None)
@@ -289,8 +291,6 @@ class Selection:
         return allocator.more(GroupSoFar(task, rewards, len(results), first))
 
     def ended(self, groups: Sequence[Group]) -> None:
-        """Record that these groups are no longer in flight, so that their tasks may be drawn
-        again.
-        """
+        """Record that these groups are no longer in flight. Their tasks may be drawn again."""
         for group in groups:
             self._live.pop(group.number, None)

@@ -1,8 +1,8 @@
-"""The queue that bounds staleness, and the list of sampled tokens that no batch has contained yet.
+"""The queue of groups that bounds staleness, and the sampled tokens that wait for training.
 
-Staleness is the number of versions between sampling a token and training on it. The bound depends
-on the number of tickets (permissions to start a group), on the order of the groups in batches and
-on the look-ahead window. So one class has all three (derivation: docs/staleness.md).
+Staleness is the number of versions between sampling a token and training on it. Its bound depends
+on the number of tickets (permissions to start a group), on the order in which batches take groups,
+and on the look-ahead window. So one class handles all three (derivation: docs/staleness.md).
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from unstale.records import Batch, Group, PendingPiece
 from unstale.rollout.deadlines import Deadlines
 
 TICKET_SHARE = 8
-"""The permitted number of started groups changes by `groups_per_step` divided by this number. A
-smaller change would need too many steps to fit the workload, a larger one would vary the staleness
-from step to step.
+"""With `adaptive_window`, the number of groups that may be started changes by `groups_per_step`
+divided by this number. A smaller change would adapt too slowly. A larger one would vary the
+staleness from step to step.
 """
 
 StartGroup = Callable[[], Awaitable[Group]]
@@ -35,18 +35,18 @@ class StalenessQueue:
     """A queue of groups (several episodes of one task), in the order of their admission.
 
     Each group has a position in this order, from 0. A group needs a ticket before its episodes
-    start. There are `(max_staleness + 1) * groups_per_step` tickets, and `admit` waits until one is
-    free. `release` frees the tickets of a batch when every engine has the version that was trained
-    on it.
+    start, and `admit` waits for a free one. There are `(max_staleness + 1) * groups_per_step`
+    tickets. `release` frees the tickets of a batch once every engine has the version that was
+    trained on it.
 
-    `take` waits for the finished groups of the next batch and returns the oldest ones. It may skip
-    unfinished groups: it takes only positions less than `lookahead_window` after the oldest
-    unfinished group. A window of 1 means strict order of admission. `take_part` returns the same
-    batch in several parts, with the same bound.
+    `take` waits until the next batch is complete and returns its groups, the oldest finished ones.
+    It may pass over unfinished groups: it takes positions that are less than `lookahead_window`
+    after the oldest unfinished group. A window of 1 means strict order of admission. `take_part`
+    returns the same batch in several parts, with the same bound.
 
-    With `adaptive_window`, every group has a deadline, and `take` skips unfinished groups as long
-    as these can still be taken in time. The bound is `max_staleness`. Fewer tickets are then given
-    out if finished groups wait for older ones, and more if too few groups are finished.
+    With `adaptive_window`, each group has a deadline, and `take` may pass over unfinished groups as
+    long as these can still meet their deadlines. The bound is then `max_staleness`. The number of
+    tickets shrinks while finished groups wait for older ones, and grows while too few are finished.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class StalenessQueue:
         self.bound = staleness_bound(max_staleness, groups_per_step, lookahead_window)
         self._most_tickets = (max_staleness + 1) * groups_per_step
         self._num_tickets = self._most_tickets
-        """Largest number of groups that may be started and not yet released. `adaptive_window`
-        changes it.
+        """Number of tickets: groups that may be started and not yet released. `adaptive_window`
+        varies it.
         """
         self._num_live = 0
         self._num_unreleased = 0
@@ -71,44 +71,44 @@ class StalenessQueue:
         self._unfinished: OrderedDict[int, None] = OrderedDict()
         """Positions in the queue of the unfinished groups, oldest first."""
         self._finished: list[tuple[int, Group]] = []
-        """Finished groups that were not taken yet, each with its position in the queue."""
+        """Finished groups that no batch has taken yet, as (position in the queue, group)."""
         self._ticket_free = asyncio.Event()
         self._ready = asyncio.Event()
-        """An event that is set when at least `_num_wanted` groups, as the waiting caller needs, may
-        be taken.
+        """An event that is set when the waiting caller of `take` or `take_part` can get
+        `_num_wanted` groups or more.
         """
         self._num_wanted = groups_per_step
         self._num_missing = groups_per_step
-        """Number of groups that the batch of the waiting caller still lacks."""
+        """Number of groups that the current batch still lacks."""
         self._takes_part = False
-        """True if the waiting caller accepts a part of a batch."""
+        """True if the waiting caller is `take_part`, which accepts a part of the batch."""
         self._waited_for = ""
-        """The cause of the last wait: "groups" that had to finish, or the "deadline" of an older
-        group.
+        """What the last caller waited for: that enough "groups" finish, or the "deadline" of an
+        older group. Empty if it did not wait.
         """
         self._deadlines = Deadlines(self.bound, groups_per_step) if adaptive_window else None
         self._restored_deadlines: Mapping[int, int] = {}
-        """Deadlines, by position, of the groups with tokens from before a resume and of all older
-        groups.
+        """Position in the queue -> deadline (number of a batch), for groups with tokens from before
+        a resume and for all older groups.
         """
         self._closed = ""
 
     @property
     def num_open(self) -> int:
-        """Number of groups that were started and not yet taken into a batch."""
+        """Number of groups that were started and that no batch has taken yet."""
         return len(self._unfinished) + self.num_finished
 
     @property
     def num_finished(self) -> int:
-        """Number of finished groups that were not yet taken into a batch."""
+        """Number of finished groups that no batch has taken yet."""
         return len(self._finished)
 
     @property
     def waits_for_training(self) -> bool:
-        """True if no group is unfinished, and none can start before the next optimizer step.
+        """True if every started group is finished, and no other can start before the next optimizer
+        step.
 
-        Then the limit on started groups is reached, and at most one batch waits for `release`. Any
-        thread may read it.
+        Any thread may read it.
         """
         is_publishing = self._num_unreleased > self.groups_per_step
         return not (self._unfinished or self._num_live < self._num_tickets or is_publishing)
@@ -124,23 +124,23 @@ class StalenessQueue:
     def restore(
         self, admitted: int, open_positions: Sequence[int], ages: Mapping[int, int] | None = None
     ) -> None:
-        """Restore a queue that had admitted `admitted` groups before a resume.
+        """Restore the queue of a resumed run, which had admitted `admitted` groups.
 
-        `open_positions` are the positions of the groups that were not trained on. Call `readmit`
-        for each of them afterwards. `ages` has, by position, the staleness of the oldest token of
-        each group that has tokens.
+        `open_positions` are the positions of the groups that no step was trained on. Afterwards,
+        call `readmit` for each of them. `ages` is position -> staleness of the group's oldest
+        token, for groups that have tokens.
         """
         self._num_admitted = admitted
         self._unfinished = OrderedDict.fromkeys(sorted(open_positions))
         self._restored_deadlines = _ascending_deadlines(self._unfinished, ages or {}, self.bound)
 
     async def readmit(self, position: int, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
-        """Wait until a group that was admitted before a resume may start, then start it.
+        """Wait for a ticket, then start the group at this position, which was admitted before a
+        resume.
 
-        `position` is the group's position in the queue. There may be more such groups than may
-        start, because the steps since the last checkpoint are lost, and their groups must be
-        trained on again. Groups beyond the limit must wait, because tokens sampled earlier would be
-        too old when the group is taken into a batch.
+        There may be more such groups than tickets, because groups of steps since the last
+        checkpoint must be trained on again. These must wait, so that their tokens are not too old
+        when a batch takes them.
         """
         await self._take_ticket()
         if self._deadlines:
@@ -149,7 +149,7 @@ class StalenessQueue:
         tasks.create_task(self._run(position, start))
 
     async def admit(self, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
-        """Wait until another group may start, then start it in the task group `tasks`."""
+        """Wait for a ticket, then start another group in the task group `tasks`."""
         await self._take_ticket()
         self._unfinished[self._num_admitted] = None
         if self._deadlines:
@@ -158,7 +158,7 @@ class StalenessQueue:
         self._num_admitted += 1
 
     async def wait_for_ticket(self) -> None:
-        """Wait until another group may start. No group is started."""
+        """Wait until another group may start, but start none."""
         while self._num_live >= self._num_tickets:
             self._ticket_free.clear()
             await self._ticket_free.wait()
@@ -168,9 +168,10 @@ class StalenessQueue:
         self._num_live += 1
 
     def close(self, reason: str) -> None:
-        """Declare that no more groups will be started.
+        """Declare that no more groups will start.
 
-        Afterwards `take` raises `QueueExhausted` with this reason if a batch cannot be completed.
+        Afterwards `take` and `take_part` raise `QueueExhausted` with this reason if the groups do
+        not suffice for a batch.
         """
         self._closed = reason
         self._ready.set()
@@ -184,14 +185,14 @@ class StalenessQueue:
         self._notify()
 
     def _notify(self) -> None:
-        """Wake the caller of `take` or `take_part` if enough groups may be taken."""
+        """Wake the caller of `take` or `take_part` if it can get enough groups."""
         if self._num_ready() >= self._num_wanted and not self._ready.is_set():
             was_enough = self.num_finished > self._num_wanted
             self._waited_for = "deadline" if was_enough else "groups"
             self._ready.set()
 
     def _num_ready(self) -> int:
-        """Return the number of finished groups that may be taken into the next batch."""
+        """Return how many finished groups the next batch may take."""
         if self._deadlines:
             return self._num_in_time(self._deadlines)
         reach = next(iter(self._unfinished), self._num_admitted) + self.lookahead_window
@@ -202,10 +203,11 @@ class StalenessQueue:
         return bisect_left(self._finished, reach, key=itemgetter(0))
 
     def _num_in_time(self, deadlines: Deadlines) -> int:
-        """Return how many finished groups may be taken so that no other group misses its deadline.
+        """Return how many finished groups the next batch may take so that the others meet their
+        deadlines.
 
-        The oldest groups may always be taken. After a resume, only these may be taken while other
-        groups wait to start.
+        Groups older than every unfinished one may always be taken. After a resume, only these may
+        be taken while other groups wait for a ticket.
         """
         oldest = next(iter(self._unfinished), self._num_admitted)
         most = min(len(self._finished), self._num_missing)
@@ -218,34 +220,34 @@ class StalenessQueue:
         return in_order
 
     async def take(self, missing: int = 0) -> list[Group]:
-        """Wait for the groups of the next batch and return them.
+        """Wait until the next batch is complete, and return its groups.
 
-        `missing` is their number (0: a whole batch). Raises `QueueExhausted` if so many can never
-        finish.
+        `missing` is the number of groups to take (0: `groups_per_step`). Raises `QueueExhausted` if
+        so many can never finish.
         """
         self._takes_part = False
         missing = missing or self.groups_per_step
         return await self._take(missing, missing=missing)
 
     def leave_out(self, count: int) -> None:
-        """Allow other groups to start in place of `count` taken groups that no step is trained on.
+        """Let as many groups start as were taken (`count`) although no step will be trained on
+        them.
 
-        The batch then takes as many more. The staleness bound holds, because the new groups are
-        behind all others in the queue. Not for a queue with `adaptive_window`.
+        The batch then takes other groups in their place. The staleness bound still holds, because
+        the new groups come after all others in the queue. Not for a queue with `adaptive_window`.
         """
         self._num_live -= count
         self._num_unreleased -= count
         self._ticket_free.set()
 
     async def take_part(self, missing: int) -> list[Group]:
-        """Wait for a part of the next batch, which lacks `missing` groups, and return it.
+        """Wait for some groups of the next batch, which lacks `missing` groups, and return them.
 
-        The part has at least one group, and all missing groups that may be taken at that time. With
-        a window of 1, the batch has the oldest groups, and those that are finished may be taken in
-        any order. With a larger window, a group must be near the oldest unfinished group, as for
-        `take`. It then stays near, because the oldest unfinished group only gets newer.
+        These are all missing groups that may be taken at that time, at least one. With a window of
+        1, the batch has the oldest groups of the queue, and takes them in the order in which they
+        finish. A larger window limits which groups may be taken, as for `take`.
 
-        Raises `QueueExhausted` if the batch can never be complete.
+        Raises `QueueExhausted` if the batch can never be completed.
         """
         self._takes_part = True
         return await self._take(1, missing=missing)
@@ -272,10 +274,11 @@ class StalenessQueue:
         return [group for _, group in taken]
 
     def _adapt_tickets(self) -> None:
-        """Change the number of groups that may be started, by the cause of the last wait.
+        """Change the number of tickets (groups that may be started), by what the last caller waited
+        for.
 
-        Starting fewer groups leaves places in batches free, so that finished groups may enter a
-        batch before slow ones. The number always suffices for a batch in training and another one.
+        Fewer tickets leave places in batches free, so that more finished groups may be taken before
+        older unfinished ones. The tickets always suffice for two batches.
         """
         change = max(1, self.groups_per_step // TICKET_SHARE)
         if self._waited_for == "deadline":
@@ -285,7 +288,9 @@ class StalenessQueue:
             self._num_tickets = min(self._num_tickets + change, self._most_tickets)
 
     def _require_prospects(self, missing: int) -> None:
-        """Raise `QueueExhausted` if a batch that lacks `missing` groups can never be completed."""
+        """Raise `QueueExhausted` if too few groups can still finish for a batch that lacks
+        `missing` groups.
+        """
         if self.num_open >= missing:
             return
         reason = self._closed
@@ -301,7 +306,7 @@ class StalenessQueue:
             )
 
     def release(self) -> None:
-        """Allow as many groups to start as the oldest taken batch has.
+        """Let as many groups start as the oldest taken batch has.
 
         Call it when every engine has the weights that were trained on this batch.
         """
@@ -316,11 +321,11 @@ class StalenessQueue:
 def _ascending_deadlines(
     positions: Collection[int], ages: Mapping[int, int], bound: int
 ) -> dict[int, int]:
-    """Return the deadlines of groups after a resume, by position, as numbers of batches from 0.
+    """Return the deadline of each group after a resume, by position, as a number of batches from 0.
 
-    `ages` has, by position, the staleness of the oldest token of each group with tokens. The
-    deadline of such a group is `bound` minus this age. An older group gets the deadline of a newer
-    one if this is earlier. Groups that are newer than all groups with tokens get none.
+    `ages` is position -> staleness of the group's oldest token. The deadline of such a group is
+    `bound` minus this age. No group has a later deadline than a newer one. Groups that are newer
+    than all groups in `ages` get none.
 
     >>> _ascending_deadlines([3, 5, 6, 8], {5: 2, 6: 0}, bound=2)
     {3: 0, 5: 0, 6: 2}
@@ -337,17 +342,17 @@ def _ascending_deadlines(
 
 
 class PendingPieces:
-    """The sampled tokens that no batch has contained yet, by version and episode.
+    """The sampled pieces (runs of tokens) that no batch has contained yet, by version and episode.
 
-    The weights of their versions must be kept, because their old log-probabilities may still be
+    The weights of these versions must be kept: the tokens' old log-probabilities may still be
     needed.
     """
 
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[PendingPiece]]] = {}
         self.changed = asyncio.Event()
-        """An event that is set when an episode ends, and when no more tokens of a version will be
-        sampled. A caller that waits for it clears it first.
+        """An event that is set when an episode ends, and when no engine samples with a version any
+        more. A caller must clear it before waiting for it.
         """
 
     def add(self, piece: PendingPiece) -> None:
@@ -371,18 +376,18 @@ class PendingPieces:
 
     @property
     def versions(self) -> frozenset[int]:
-        """The versions of the weights that sampled at least one of these tokens."""
+        """The versions that sampled tokens on which no batch was trained yet."""
         return frozenset(self._pieces)
 
     def before(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the tokens of versions before `version`, except those of the episodes
-        `excluding`.
+        """Return the tokens that versions before `version` sampled, except those of `excluding`
+        episodes.
         """
         earlier = sorted(each for each in self._pieces if each < version)
         return [piece for each in earlier for piece in self.of_version(each, excluding=excluding)]
 
     def of_version(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the tokens that one version sampled, without those of the episodes `excluding`."""
+        """Return the tokens that this version sampled, except those of `excluding` episodes."""
         excluded = frozenset(excluding)
         by_episode = self._pieces.get(version, {})
         return [
@@ -400,10 +405,10 @@ class StalenessError(AssertionError):
 def measure_staleness(
     batch: Batch, groups: Sequence[Group], *, lag: Tensor, bound: int
 ) -> dict[str, object]:
-    """Return the staleness metrics of a batch. Raises `StalenessError` for a token beyond `bound`.
+    """Return the staleness metrics of a batch.
 
-    `lag` is the staleness of each token, `[T]`, in versions. Replayed tokens are not included:
-    `measure_replay` checks them.
+    `lag` is the staleness of each token, `[T]`, in versions. Replayed tokens are left out: they are
+    checked by `measure_replay`. Raises `StalenessError` if a token is older than `bound`.
     """
     ages = lag[batch.fresh]
     youngest, oldest = (int(ages.min()), int(ages.max())) if len(ages) else (0, 0)
@@ -426,12 +431,12 @@ def measure_staleness(
 
 
 def measure_replay(batch: Batch, *, lag: Tensor, bound: int, version: int) -> dict[str, float]:
-    """Return the metrics of a batch's replayed tokens, on which earlier steps were trained, too.
+    """Return the metrics of a batch's replayed tokens, on which an earlier step was trained, too.
 
-    `version` is the version of the weights before training on the batch. `lag` is the staleness of
-    each token, `[T]`, in versions. Raises `StalenessError` for a replayed token of the current
-    version, which no step can have been trained on before, and for one that is older than `bound`.
-    After a resume, tokens of versions that were lost may have lag 0.
+    `lag` is the staleness of each token, `[T]`, in versions, and `version` is the version before
+    training on the batch. Raises `StalenessError` if a replayed token is older than `bound`, or of
+    the current version, on which no step can have been trained before. After a resume, tokens of
+    lost versions may have lag 0.
     """
     ages = lag[batch.replayed].double()
     is_current = batch.version[batch.replayed] >= version

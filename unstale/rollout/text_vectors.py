@@ -1,4 +1,4 @@
-"""Vectors of texts, from the hidden states of the policy that read them."""
+"""Vectors that represent texts: hidden states of the policy that reads them."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from unstale.records import Batch, ContextPiece, ScoredTrajectory, Task, Traject
 from unstale.techniques.hooks import HiddenStates, StatesQuery
 
 TEXTS_AT_ONCE = 32
-"""Number of texts in a batch."""
+"""Number of texts in one forward pass."""
 
 
 def text_vectors(
@@ -22,10 +22,10 @@ def text_vectors(
     chat: Chat,
     max_context: int,
 ) -> Tensor:
-    """Return the mean hidden state of the end of each text as a prompt, `[n, H]` float32.
+    """Return one vector per text, `[n, H]` float32: the mean hidden state at the end of its prompt.
 
-    `states` computes hidden states under the current policy. Of a prompt longer than `max_context`
-    tokens, the end is read.
+    `query` selects the hidden states, and `states` computes them under the current policy. Only the
+    last `max_context` tokens of a longer prompt are read.
     """
     rows = []
     for at in range(0, len(texts), TEXTS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Texts for techniques that add episodes to a group: of episodes, tasks, prompts and solutions."""
+"""Texts that techniques need to add episodes to a group, such as prompts and solutions."""
 
 from collections.abc import Sequence
 from inspect import isawaitable
@@ -16,7 +16,7 @@ from unstale.techniques.hooks import SolutionReader, Techniques
 
 
 class PolicyTexts:
-    """Texts of a run's episodes and tasks, in the chat format of its policy."""
+    """Conversion between texts and the policy's tokens, in the policy's chat format."""
 
     def __init__(self, taskset: Taskset, generator: Generator) -> None:
         self._taskset = taskset
@@ -26,35 +26,44 @@ class PolicyTexts:
         self._banned = frozenset(token for token, bias in biases if bias == BANNED)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens of an episode, without end tokens."""
+        """Return the text of these tokens, without end tokens."""
         return self._chat.text(tokens)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text in a reply."""
+        """Return the tokens that a text has inside a reply."""
         return self._chat.encode_content(_encodable(text))
 
     def parse(self, tokens: Sequence[int]) -> Message:
-        """Return a reply as a message."""
+        """Return a reply's tokens as a message."""
         return self._chat.parse(tokens)
 
     def written(self, text: Trajectory) -> str:
-        """Return what the policy wrote in a text about an episode, without its thoughts."""
+        """Return the last reply of an episode whose task was to write a text, without its
+        reasoning.
+
+        Empty if the policy wrote none.
+        """
         said = replies(text.pieces)
         return self._chat.with_tools(()).parse(said[-1][1]).content if said else ""
 
     def prompt(self, instructions: str, **texts: str) -> str:
-        """Return a prompt with instructions and named texts, which leaves room for a reply."""
+        """Return a prompt with instructions and named `texts`, cut so that a reply fits behind
+        it.
+        """
         return _encodable(question(self._generator, instructions, texts))
 
     def words(self, episode: Trajectory) -> str:
-        """Return the text of an episode's task, or else its prompt."""
+        """Return the text of an episode's task. Without one, return the text of the episode's
+        prompt.
+        """
         opening = episode.pieces[0].tokens if episode.pieces else ()
         return _encodable(task_text(self._taskset, episode.task) or self.text(opening))
 
     def solution(self, task: Task, field: str) -> tuple[int, ...]:
         """Return the tokens of a reply that solves a task, without its end token.
 
-        Raises `ConfigError` if the task has none, or one that the policy cannot sample.
+        The reply is the text in the task's data `field`, or the first reply of a demonstration.
+        Raises `ConfigError` if the task has neither, or if the policy cannot sample this reply.
         """
         try:
             tokens = self._chat.encode_reply(self._solution(task, field))
@@ -84,9 +93,10 @@ class PolicyTexts:
         return next(message for message in messages if message.role == "assistant")
 
     async def correction(self, episode: Trajectory) -> tuple[int, tuple[int, ...]] | None:
-        """Return the number of tokens before the first wrong reply or step, and right tokens.
+        """Return where an episode goes wrong, and the tokens that would be right there.
 
-        None if the task set corrects nothing, or with tokens that the policy cannot sample.
+        The place is the number of tokens before the first wrong reply or step. Return None if
+        nothing is to be corrected, or if the policy cannot sample the right tokens.
         """
         given = replies(episode.pieces)
         said = [self.parse(tokens) for _, tokens in given]
@@ -129,13 +139,13 @@ class PolicyTexts:
 
 
 def _encodable(text: str) -> str:
-    """Return a text without halves of surrogate pairs, which no tokenizer can encode."""
+    """Return a text in which halves of surrogate pairs, which cannot be encoded, are replaced."""
     return text.encode(errors="replace").decode()
 
 
 def require_solutions(
     techniques: Techniques, texts: PolicyTexts, taskset: Taskset, seed: int
 ) -> None:
-    """Raise `ConfigError` if the strategy uses solutions and the first training task has none."""
+    """Raise `ConfigError` if the strategy needs solutions but the first training task has none."""
     if isinstance(strategy := techniques.strategy, SolutionReader):
         texts.solution(next(iter(taskset.train(seed))), strategy.solution_field)

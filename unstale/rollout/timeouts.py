@@ -10,13 +10,13 @@ from unstale.envs.guard import CANCEL_INTERVAL_S, MAX_CANCELS, OCCUPANCY, abando
 _T = TypeVar("_T")
 
 END_S = 4.0
-"""Seconds within which an environment must release its resources after the first cancellation."""
+"""Seconds that an environment has to release its resources after its first cancellation."""
 
 
 class Attempt(asyncio.Task[None]):
     """An asyncio task that runs the code of an environment.
 
-    If the code ignores cancellation, the task is abandoned.
+    If the code ignores cancellation, nobody waits for the task any more, and it is left running.
     """
 
     __slots__ = ("_outcome", "ending", "stage")
@@ -24,16 +24,16 @@ class Attempt(asyncio.Task[None]):
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
         loop = asyncio.get_running_loop()
         self.stage = ""
-        """Name of the stage of the episode that is running or ran last, such as "step 2"."""
+        """Name of the current or last stage of the episode, such as "step 2"."""
         self.ending = False
         """True if the task's owner has cancelled it, or no longer waits for it."""
         self._outcome: asyncio.Future[Any] = loop.create_future()
         super().__init__(_settle(work, self._outcome), loop=loop)
 
     async def outcome(self) -> Any:
-        """Wait for the environment's code. Return its result, or raise its error.
+        """Wait until the environment's code ends. Return its result, or raise its error.
 
-        Raises `EnvError` if the code cancelled its own task, or ignores cancellation.
+        Raises `EnvError` if the code cancels its own task, or ignores cancellation.
         """
         try:
             return await self._outcome
@@ -51,7 +51,7 @@ class Attempt(asyncio.Task[None]):
         return super().cancel(msg)
 
     def abandon(self) -> None:
-        """Stop waiting for the task, whose code ignores cancellation."""
+        """Stop waiting for the task, because its code ignores cancellation."""
         self.ending = True
         abandon(self)
         if not self._outcome.done():
@@ -69,7 +69,7 @@ class Attempt(asyncio.Task[None]):
 
 
 async def _settle(work: Coroutine[Any, Any, Any], outcome: asyncio.Future[Any]) -> None:
-    """Run `work` and set its result or error in the future `outcome`, unless that is done."""
+    """Run `work` and store its result or error in `outcome`, unless that is set already."""
     try:
         result = await work
     except asyncio.CancelledError:
@@ -89,11 +89,10 @@ async def _settle(work: Coroutine[Any, Any, Any], outcome: asyncio.Future[Any]) 
 
 
 class PersistentTimeout:
-    """A context that raises TimeoutError after `timeout_s`, like `asyncio.timeout`.
+    """A context that raises TimeoutError after `timeout_s` seconds.
 
-    Unlike `asyncio.timeout`, this class repeats the cancellation, because the code of an
-    environment may catch and ignore the first one. It also leaves no reference cycle to the garbage
-    collector.
+    Unlike `asyncio.timeout`, it repeats the cancellation, because the code of an environment may
+    ignore the first one. It also leaves no reference cycle.
     """
 
     __slots__ = ("_loop", "_num_cancelled", "_timeout_s", "_timer", "task")
@@ -116,7 +115,7 @@ class PersistentTimeout:
         self._timer = self._loop.call_later(CANCEL_INTERVAL_S, self._cancel)
 
     async def without_limit(self, work: Awaitable[None]) -> None:
-        """Wait for `work` without a time limit. Afterwards `timeout_s` starts anew."""
+        """Await `work` without a time limit. Then start the time limit again from zero."""
         self._timer.cancel()
         await work
         self._timer = self._loop.call_later(self._timeout_s, self._cancel)
@@ -124,7 +123,7 @@ class PersistentTimeout:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Raise TimeoutError if the body was cancelled by this timer and by nothing else."""
+        """Raise TimeoutError if only this time limit, and no other cancellation, ended the body."""
         self._timer.cancel()
         for _ in range(self._num_cancelled):
             self.task.uncancel()
@@ -135,10 +134,10 @@ class PersistentTimeout:
 
 
 async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of `work`. If the caller is cancelled, wait for the end of `work` first.
+    """Return the result of `work`, which a first cancellation of the caller does not interrupt.
 
-    Only a second cancellation of the caller ends this wait. An error of `work` is raised even after
-    a cancellation.
+    The cancellation is raised when `work` has ended, or instead the error of `work`. A second
+    cancellation ends the wait at once.
     """
     task = asyncio.create_task(work)
     try:
@@ -151,9 +150,9 @@ async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def first_error(group: BaseException) -> BaseException:
-    """Return the error that was raised first in an exception group, which may be nested.
+    """Return the first error in an exception group, which may be nested.
 
-    Another exception is returned unchanged.
+    An exception that is no group is returned unchanged.
     """
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):

@@ -1,9 +1,9 @@
 """Record and replay of one attempt at an episode.
 
-The record consists of pieces: successive tokens that are all context, or all sampled by one
-version. Each piece is written to the journal before other code uses it. After a crash, a resumed
-run repeats the attempt with the recorded replies. The environment or agent must produce the
-recorded text again. If it does not, the episode starts from its beginning.
+The record is a list of pieces: successive tokens that are all context, or were all sampled by one
+version. A piece is written to the journal before other code uses it. A resumed run repeats the
+attempt with the recorded replies, and the environment or agent must produce the recorded text
+again. If it does not, the episode starts from its beginning.
 """
 
 import json
@@ -34,7 +34,9 @@ class NotReplayed(Exception):
 
 
 class EpisodeWriter(Protocol):
-    """Receives the record of one attempt at an episode. The journal's writer implements it."""
+    """The interface that receives the record of one attempt at an episode, such as the
+    journal's.
+    """
 
     def write_piece(self, position: int, piece: Piece) -> None: ...
 
@@ -46,11 +48,10 @@ class EpisodeWriter(Protocol):
 
 
 OpenWriter = Callable[..., EpisodeWriter]
-"""A function that opens the journal's record of an attempt, with the arguments `episode`, `seed`
-and `again`. `again` is True if the journal already has the attempt. For a forked episode it also
-gets `fork`, the place of the fork, and `prefix`, the recorded tokens before it, which it writes at
-once.
-For a conversation with a role it gets `role`.
+"""A function that opens the journal's record of an attempt. It gets the arguments `episode` and
+`seed`, and `again`, which is True if the journal already has this attempt. For a forked episode it
+also gets `fork`, and as `prefix` the tokens before the fork, which it writes at once. For a
+conversation with a role it gets `role`.
 """
 
 
@@ -71,10 +72,10 @@ class NullWriter:
 class Transcript:
     """The tokens of one attempt at an episode, and of its branches.
 
-    A branch is a further conversation of the attempt, which begins when an external agent edits its
-    history. If `record` is given, its tokens are replayed first. A forked episode (`fork`) without
-    a record replays `prefix` first, the tokens before the fork. `on_piece` is called with all newly
-    sampled tokens.
+    A branch is a further conversation of the attempt. It begins when an external agent edits its
+    history. The pieces of `record` are replayed first. Without a record, a forked episode first
+    replays `prefix`, the pieces before the fork. `on_piece` is called with all newly sampled
+    tokens.
     """
 
     __slots__ = (
@@ -112,25 +113,27 @@ class Transcript:
         self.episode = episode
         self.fork = fork
         self.looks = looks
-        """The places at which the episode waits for a decision. None if it has none."""
+        """The places at which a strategy decides how the episode continues. None without such
+        places.
+        """
         self.role = role
-        """The role that the policy has in this conversation. Empty if it has none."""
+        """The role of the policy in this conversation. Empty if the task set has no roles."""
         self.seed = seed
         """Seed of the random numbers for sampling."""
         self.pieces: list[Piece] = []
         self.tokens = EpisodeTokens()
-        """All tokens of the attempt so far. Tokens are only ever added."""
+        """All tokens of the attempt so far."""
         self.branches: list[Transcript] = []
         self.writer: EpisodeWriter = NullWriter(episode=episode, seed=seed)
         self._open_writer = open_writer
         self._on_piece = on_piece
         self._recorded = [*record.pieces] if record else [*prefix]
-        """Recorded tokens that are still to be replayed."""
+        """Recorded tokens that have not been replayed yet."""
         self._snapshot = record.snapshot if record else None
         self._has_outcome = record is not None and record.outcome is not None
         self._opens_at_reply = is_branch and record is None
-        """True for a further conversation of the attempt before its first reply. It is not recorded
-        until then.
+        """True for a new branch (conversation) before its first reply. The journal gets no record
+        of it until then.
         """
         if not self._opens_at_reply:
             self._open(again=record is not None)
@@ -151,9 +154,10 @@ class Transcript:
     def add_branch(
         self, episode: int, record: EpisodeRecord | None = None, *, role: str = ""
     ) -> "Transcript":
-        """Begin a branch (further conversation), with a separate seed for sampling.
+        """Begin and return a branch: a further conversation, with a sampling seed of its own.
 
-        It is recorded as episode number `episode`. `record` is its earlier record, if there is one.
+        The journal records it as episode number `episode`. `record` is its record from before a
+        resume.
         """
         branch = Transcript(
             episode,
@@ -169,7 +173,7 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """True while the attempt, or a conversation of it, repeats its record from before a
+        """True while the attempt, or another conversation of it, replays its record from before a
         resume.
         """
         return bool(self._recorded) or any(branch.replaying for branch in self.branches)
@@ -180,19 +184,20 @@ class Transcript:
 
     @property
     def first_version(self) -> int:
-        """The version that sampled the first token so far. -1 if there is none."""
+        """The version that sampled the attempt's first token. -1 if no token is sampled yet."""
         return next((each.version for each in self.pieces if isinstance(each, Sampled)), -1)
 
     @property
     def all_pieces(self) -> list[Piece]:
-        """The tokens so far, in pieces, then the recorded ones that are still to be replayed."""
+        """The tokens so far, followed by the recorded tokens that have not been replayed yet."""
         return [*self.pieces, *self._recorded]
 
     async def restore_snapshot(self, caller: EnvCaller) -> tuple[Turn, list[float]] | None:
-        """Restore a `Resumable` environment from its snapshot, and replay the record up to it.
+        """Resume a `Resumable` environment from its snapshot, and replay the record up to that
+        place.
 
-        Return the turn before the snapshot, without its messages, and the rewards of the replies
-        until then. Return None if there is no snapshot.
+        Return the last turn before the snapshot, without its messages, and the list of rewards of
+        all turns until then. Return None if there is no snapshot.
         """
         if self._snapshot is None:
             return None
@@ -207,10 +212,11 @@ class Transcript:
     async def save_snapshot(
         self, caller: EnvCaller, turn: Turn, turn_rewards: Sequence[float]
     ) -> None:
-        """Record the state of a `Resumable` environment.
+        """Write a snapshot of a `Resumable` environment to the journal.
 
-        Do nothing while the attempt still repeats its record. `turn` is the environment's last
-        answer, whose rewards and facts (reported numbers) are recorded with the state.
+        `turn` is the environment's last answer. Its rewards and facts (reported numbers) are stored
+        with the snapshot, like `turn_rewards`, the rewards of all turns. Nothing is written while
+        the attempt still replays its record.
         """
         if self._recorded:
             return
@@ -221,7 +227,7 @@ class Transcript:
             self.writer.write_snapshot(len(self.pieces), state)
 
     def add_context(self, piece: ContextPiece) -> None:
-        """Add context tokens. While the record is replayed, compare them with the recorded ones.
+        """Add context tokens. During a replay, compare them with the recorded ones instead.
 
         Raises `NotReplayed` if they differ.
         """
@@ -237,9 +243,9 @@ class Transcript:
         self._replay()
 
     def replay_reply(self) -> Iterator[Piece]:
-        """Yield the recorded parts of the next reply, and add them to the transcript.
+        """Yield the recorded parts of the next reply, and add each to the transcript.
 
-        A reply has several parts if several versions sampled it, or if an episode was forked within
+        There are several if several versions sampled the reply, or if the episode was forked within
         it.
         """
         while self._recorded and is_reply(piece := self._recorded[0]):
@@ -247,24 +253,28 @@ class Transcript:
             yield piece
 
     def require_replayed(self) -> None:
-        """Raise `NotReplayed` if the attempt has not repeated its whole record."""
+        """Raise `NotReplayed` if the resumed attempt has not repeated its whole record."""
         if self._recorded:
             raise NotReplayed(f"{len(self._recorded)} recorded pieces were not requested")
 
     async def look(self, *, going: bool) -> None:
-        """Wait for the decision at each place that the episode has reached. Raises `Pruned`.
+        """Wait for the decision at each place that the episode has reached (see `Looks.visit`).
 
-        `going` is True if the last reply continues.
+        `going` is True if the last reply is incomplete. Raises `Pruned` if a decision ends the
+        episode.
         """
         if self.looks:
             await self.looks.visit(self.episode, self.pieces, going=going)
 
     def until_look(self, length: int) -> int:
-        """Return how many tokens a reply of `length` tokens may have until the next decision."""
+        """Return how many tokens to sample until the next place of decision.
+
+        `length` is the number of tokens of the reply so far.
+        """
         return self.looks.left(length) if self.looks else UNLIMITED
 
     def weight(self) -> dict[str, float]:
-        """Return the episode's weight as a fact, if it survived a draw."""
+        """Return the episode's importance weight as a fact (reported number). Empty if it is 1."""
         return self.looks.facts() if self.looks else {}
 
     def append(self, piece: Piece) -> None:
@@ -280,10 +290,10 @@ class Transcript:
             self._on_piece(PendingPiece(self.episode, self.tokens, start, piece))
 
     def known_experts(self) -> tuple[int, int]:
-        """Return the version that sampled last, and how many tokens have recorded experts.
+        """Return the version that sampled last, and for how many tokens the used experts are
+        recorded.
 
-        The experts are those of a mixture-of-experts model. Without recorded experts, return (-1,
-        0).
+        The experts are those of a mixture-of-experts model. (-1, 0) if none are recorded.
         """
         last = next((p for p in reversed(self.pieces) if isinstance(p, Sampled)), None)
         return (
@@ -291,7 +301,7 @@ class Transcript:
         )
 
     def write_outcome(self, outcome: Trajectory | Failure) -> None:
-        """Write the outcome of the attempt to the journal, unless it already has one."""
+        """Write the attempt's outcome to the journal, unless the journal already has it."""
         if not self._has_outcome:
             self.writer.write_outcome(outcome)
             self._has_outcome = True

@@ -1,7 +1,8 @@
-"""The number of turns that an episode may have: `rollout.max_turns`, or fewer.
+"""The number of turns that an episode may have: at most `rollout.max_turns`.
 
-A technique may set a limit, remind the policy of the turns left, and extend the limit. All of this
-follows from the tokens and rewards of the episode so far, so it is the same in a resumed episode.
+A technique may set a lower limit, remind the policy of the remaining turns, and extend the limit.
+The limit depends only on the episode's tokens and rewards so far, so a resumed episode gets the
+same one.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ class AllowedTurns:
     def __init__(
         self, limit: TurnLimit | None, *, most: int, transcript: Transcript, chat: Chat
     ) -> None:
-        """Set the limit of turns.
+        """Set the limits of turns.
 
-        `limit` is the limit that a technique sets, or None. `most` is `rollout.max_turns`.
+        `limit` is set by a technique, None if no technique sets one. `most` is `rollout.max_turns`.
         """
         self._limit = limit
         self._most = most
@@ -31,9 +32,9 @@ class AllowedTurns:
         self._chat = chat
 
     def number(self, turn_rewards: Sequence[float]) -> int:
-        """Return how many turns the episode may have, including the extensions granted so far.
+        """Return how many turns the episode may have, including all extensions granted so far.
 
-        `turn_rewards` are the rewards of its turns so far.
+        `turn_rewards` has the reward of each turn so far.
         """
         if self._limit is None:
             return self._most
@@ -41,10 +42,11 @@ class AllowedTurns:
         return min(turns, self._most)
 
     def remind(self, turn: Turn, turn_rewards: Sequence[float]) -> Turn:
-        """Return the environment's answer `turn`, with a reminder of the turns left if one is due.
+        """Return the environment's answer `turn`, with a reminder of the remaining turns if one is
+        due.
 
-        The reminder is added to the last message, because a chat template may refuse a further
-        message.
+        The reminder is appended to the last message, because some chat templates refuse one message
+        more.
         """
         limit = self._limit
         left = self.number(turn_rewards) - len(turn_rewards)
@@ -61,7 +63,6 @@ class AllowedTurns:
         return replace(turn, messages=(*turn.messages[:-1], changed))
 
     def _extensions(self, turn_rewards: Sequence[float]) -> int:
-        """Return how often the episode's limit of turns has been extended."""
         limit = self._limit
         assert limit is not None
         begin, end = 0, limit.turns
@@ -78,7 +79,7 @@ class AllowedTurns:
         return limit.extensions
 
     def _reply(self, turn: int) -> str:
-        """Return the text of the reply in a turn, numbered from 0."""
+        """Return the text of the policy's reply in this turn, numbered from 0."""
         tokens: list[int] = []
         for _, piece, number in walk(self._transcript.pieces):
             if number == turn and isinstance(piece, Sampled):

@@ -1,4 +1,4 @@
-"""The policy as a writer of texts outside of a run, such as votes and summaries."""
+"""Text that the policy writes outside of episodes, such as votes and summaries."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from unstale.rollout.generator import Generator
 from unstale.rollout.transcript import Transcript
 
 MAX_CHARACTERS = 8000
-"""Largest number of characters of a text in a prompt. Of a longer one, the end is taken."""
+"""Largest number of characters of each text in a prompt. Only the end of a longer text is used."""
 
 
 class PolicyWriter:
@@ -24,22 +24,23 @@ class PolicyWriter:
         self._generator = generator
         self._places = asyncio.Semaphore(MAX_CONCURRENT)
         self.tokens = 0
-        """Number of tokens sampled so far."""
+        """Number of tokens sampled so far, over all texts."""
 
     @cached_property
     def _chat(self) -> Chat:
         return self._generator.chat.with_tools(())
 
     async def write(self, instructions: str, seed: int, **texts: str) -> str:
-        """Return the policy's reply to instructions and named texts, without its thoughts.
+        """Return the policy's reply to instructions and named `texts`, without its reasoning.
 
-        The last characters of each text are read. Raises `ConfigError` if no prompt fits.
+        Only the end of a long text is included. Raises `ConfigError` if the instructions do not
+        fit.
         """
         prompt = Message("user", question(self._generator, instructions, texts))
         return await self.reply((prompt,), seed)
 
     async def reply(self, messages: Sequence[Message], seed: int) -> str:
-        """Return the policy's reply to messages, without its thoughts."""
+        """Return the policy's reply to these messages, without its reasoning."""
         transcript = Transcript(0, seed)
         transcript.add_context(ContextPiece(self._chat.encode_prompt(tuple(messages))))
         async with self._places:
@@ -49,10 +50,10 @@ class PolicyWriter:
 
 
 def question(generator: Generator, instructions: str, texts: Mapping[str, str]) -> str:
-    """Return the prompt of a text to write: instructions, and the last characters of named texts.
+    """Return a prompt that asks the policy to write a text: the instructions and the named `texts`.
 
-    It leaves half of the context to the reply, or as many tokens as a reply may have. Raises
-    `ConfigError` if this is not possible.
+    Texts are cut at the start until the prompt leaves room for the reply: `max_completion_tokens`,
+    or half of the context if that is less. Raises `ConfigError` if the instructions do not fit.
     """
     chat, context = generator.chat.with_tools(()), generator.config.max_context
     most = max(context // 2, context - generator.config.max_completion_tokens)

@@ -3,9 +3,9 @@
 With the policy p, the teacher q and mu, the policy that sampled the tokens, the loss of a batch
 adds `coef` times one of these divergences at each sampled token:
 
-`sampled`: KL(p || q), estimated at the token that was sampled. Its reward log q - log p is the
-token's advantage, so D and S weight it as they weight every advantage. p is the policy at the
-training pass, q is asked for one log-probability per token.
+`sampled`: KL(p || q), estimated at the sampled token. The reward log q - log p is added to the
+token's advantage, so D and S weight it as they weight every advantage. p is the policy of the
+training pass, and q is asked for one log-probability per token.
 `reverse`: KL(p || q) over the whole vocabulary.
 `forward`: KL(q || p) over the whole vocabulary.
 `mixed`: beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p (GKD).
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 START, SELF = "start", "self"
-"""Teachers that are the policy: of an earlier step, or with its current weights."""
+"""Names of the two teachers that are the policy itself: at an earlier step, or with current
+weights.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +44,19 @@ class DistilConfig(Section):
 
     teacher: str = ""
     """The teacher: a model folder, the address of a server (`http://...`), `start` for the policy
-    at the start of the run, or `self` for the policy itself with `context`. Several teachers have
-    names, as in `math=models/a code=models/b`.
+    at the start of the run, or `self` for the policy itself with `context`. Several teachers are
+    separated by spaces and have names, as in `math=models/a code=models/b`.
     """
     divergence: Literal["sampled", "reverse", "forward", "mixed"] = "sampled"
-    """The divergence: `sampled` needs one log-probability per token from the teacher, the others
-    its whole distribution.
+    """The divergence from the teacher: `sampled` needs one log-probability per token from the
+    teacher, the others need its whole distribution.
     """
     beta: Share = 0.5
-    """Only for `divergence = mixed`: weight of the teacher in the mixture; near 0 it is like
-    `forward`, near 1 like `reverse`.
+    """Only for `divergence = mixed`: weight of the teacher in the mixture of teacher and policy;
+    near 0 it is like `forward`, near 1 like `reverse`.
     """
     coef: Positive = 1.0
-    """Coefficient of the divergence."""
+    """Coefficient of the divergence in the loss."""
     advantage_coef: NonNegative = 0.0
     """Factor of the advantages of rewards; 0 trains only on the teacher."""
     context: str = ""
@@ -62,8 +64,8 @@ class DistilConfig(Section):
     replaced by the field `name` of the task's data, such as `{answer}`.
     """
     domain: str = "env"
-    """Only for several teachers: the field of the task's data that has the name of its teacher;
-    `env` is the name of the environment.
+    """Only for several teachers: the field of the task's data that names the task's teacher. `env`
+    stands for the name of the environment.
     """
     refresh: Annotated[int, Range(0)] = 0
     """Only for the teacher `start`: number of optimizer steps after which the teacher becomes the
@@ -90,7 +92,7 @@ class DistilConfig(Section):
 
     @property
     def has_lessons(self) -> bool:
-        """True if the teacher or what it reads depends on the task."""
+        """True if the teacher or its prompt depends on the task."""
         return bool(self.context) or len(self.sources) > 1
 
     def check_combination(self) -> None:
@@ -115,7 +117,10 @@ class DistilConfig(Section):
 
 
 def _named(word: str) -> tuple[str, str]:
-    """Return the name and the source of one of several teachers."""
+    """Return name and source of one of several teachers, from `name=source`.
+
+    Raises `ConfigError` for another form.
+    """
     name, equals, source = word.partition("=")
     if not (name and equals and source):
         raise ConfigError(
@@ -126,20 +131,22 @@ def _named(word: str) -> tuple[str, str]:
 
 
 def is_served(source: str) -> bool:
-    """Return True for the address of a server."""
+    """Return True if a teacher's source is the address of a server."""
     return source.startswith(("http://", "https://"))
 
 
 class Distil:
-    """The teacher and the divergence of a run."""
+    """A technique that pulls the policy towards a teacher by a divergence."""
 
     def __init__(self, options: DistilConfig) -> None:
         self.options = options
 
     def rewarded(self, batch: Batch, teacher_logp: Tensor, logp: Tensor) -> Batch:
-        """Return the batch with the advantages of this training pass, each tensor `[T]`.
+        """Return the batch with the advantages of this training pass: of rewards and of the
+        teacher.
 
-        `teacher_logp` is empty if the divergence is over the whole vocabulary.
+        All tensors are `[T]`. `teacher_logp` is empty if the divergence is over the whole
+        vocabulary.
         """
         from unstale.algorithms.distillation import reverse_advantage
 
@@ -151,7 +158,7 @@ class Distil:
         return replace(batch, advantage=advantage)
 
     def divergence(self, logp: Tensor, teacher_logp: Tensor) -> Tensor:
-        """Return the divergence over the vocabulary: `[..., V]` in, `[...]` out."""
+        """Return the divergence `[...]` of log-probabilities `[..., V]` of policy and teacher."""
         from unstale.algorithms.distillation import MIXTURES, mixed_divergence
 
         options = self.options

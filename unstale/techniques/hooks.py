@@ -34,7 +34,7 @@ called by the trainer: source and shaper before the loss, distiller, ratio and o
 controller before each optimizer step.
 
 A technique with state also has `observe`, `state` and `restore`. Only `observe` may change its
-state. It is called when a batch was trained on. The state and the record of the batches that were
+state. It is called after a batch was trained on. The state and the record of the batches that were
 trained on are saved in one transaction, so after a crash every group is observed exactly once.
 """
 
@@ -69,33 +69,35 @@ if TYPE_CHECKING:
     from unstale.techniques.distil import DistilConfig
 
 GradientPart = Literal["full", "head"]
-"""The parameters of which a gradient's norm is taken: all trained ones, or only the output head."""
+"""The parameters for which a gradient's norm is computed: all trained ones, or only the output
+head.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditContext:
-    """Facts about a run that techniques use when they change rewards, episodes or advantages."""
+    """Information about a run for techniques that change rewards, episodes or advantages."""
 
     progress: float
     """Share of the run's optimizer steps that are done, 0 to 1."""
     version: int
-    """The version of the weights from which the training on the batch starts."""
+    """The version of the weights at the start of the training on the batch."""
     identify: Callable[[Task], str]
     """A function that returns the identity of a task: the same string each time the task is drawn.
     """
     answer: Callable[[Trajectory], str] = lambda episode: ""
-    """A function that returns the answer of an episode, for techniques that need `answers`. Empty
-    if the episode gives none.
+    """A function that returns the answer of an episode, or "" if it has none. For techniques that
+    require `answers`.
     """
     texts: Texts | None = None
-    """What strategies do with texts. None outside of a run."""
+    """Functions for texts of episodes and tasks. None outside of a run."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the batch, by whole name such as `long_reply_penalty/share`. Techniques add
+    """Metrics of the batch, by full name such as `long_reply_penalty/share`. Techniques add
     theirs.
     """
     whole: bool = True
-    """False if the groups are only the first of a batch whose others are not finished
-    (`trainer.stream`). They are passed again with the whole batch.
+    """False if the groups are only the first ones of a batch (`trainer.stream`). They are passed
+    again when the whole batch is finished.
     """
 
 
@@ -104,7 +106,8 @@ class TurnLimiter(Protocol):
     """A technique that limits the turns of episodes."""
 
     def turn_limit(self, number: int, task: str) -> TurnLimit | None:
-        """Return the limit of turns for the episodes of a group. None sets no further limit.
+        """Return the limit of turns for the episodes of a group. None sets no limit besides
+        `rollout.max_turns`.
 
         `number` is the number of the group in its run, `task` the identity of its task. The method
         is called on the event loop before the group begins. The result must depend only on the
@@ -136,8 +139,8 @@ class RewardTerm(Protocol):
     def reward(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
         """Return the groups of a batch with changed rewards of their trajectories.
 
-        Groups and trajectories must keep their number and order. `reward/mean` and other metrics of
-        the batch still show the environment's rewards.
+        The number and order of groups and trajectories must not change. `reward/mean` and other
+        metrics of the batch still show the environment's rewards.
         """
         ...
 
@@ -149,7 +152,7 @@ class Filter(Protocol):
     def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
         """Return the groups of a batch, with some trajectories moved to `Group.unused`.
 
-        The groups must keep their number and order. A group may have no trajectory left.
+        The number and order of the groups must not change. A group may lose all its trajectories.
         Trajectories that are not moved may get other rewards.
         """
         ...
@@ -157,7 +160,7 @@ class Filter(Protocol):
 
 @runtime_checkable
 class AdvantageFilter(Protocol):
-    """A technique that chooses the episodes to train on by their advantages."""
+    """A technique that chooses the episodes to train on after advantages are computed."""
 
     def select_scored(
         self, groups: Sequence[Group], scored: Sequence[ScoredTrajectory], context: CreditContext
@@ -165,7 +168,7 @@ class AdvantageFilter(Protocol):
         """Return the groups of a batch, with some trajectories moved to `Group.unused`.
 
         `scored` has the trajectories of the batch with their advantages, which do not change. At
-        least one trajectory must not be moved. The groups must keep their number and order.
+        least one trajectory must remain. The number and order of the groups must not change.
         """
         ...
 
@@ -175,35 +178,38 @@ class Estimator(Protocol):
     """A technique that computes the advantages. It replaces `advantage.estimator`."""
 
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
-        """Return the trajectories of a batch and their branches with advantages, in order.
+        """Return the trajectories of a batch and their further conversations, with advantages, in
+        order.
 
-        Trajectories in `Group.unused` get no advantage, but others may be compared with them.
+        Trajectories in `Group.unused` get no advantage, but may be used in the baseline of others.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StatesQuery:
-    """The hidden states of the policy that a technique needs."""
+    """A request for hidden states of the policy."""
 
     depth: float
-    """Share of the policy's layers after which the states are read, above 0 and at most 1."""
+    """Share of the policy's layers after which hidden states are read, above 0 and at most 1."""
     tokens: int
-    """Number of last tokens, of the prompt and of each reply, over which states are averaged."""
+    """Number of tokens, at the end of the prompt and of each reply, over which hidden states are
+    averaged.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenStates:
     """Hidden states of n episodes under the current policy, float32 on the CPU.
 
-    They are read in an episode's main conversation. A row of a tensor is NaN for an episode without
-    the tokens in question.
+    They are read in the main conversation of each episode. A row is NaN if the episode has no such
+    tokens.
     """
 
     prompt: Tensor
-    """The mean over the last tokens of the prompt, `[n, H]`."""
+    """Mean hidden state over the last tokens of the prompt, `[n, H]`."""
     reply: Tensor
-    """The mean over the last tokens of all replies, `[n, H]`."""
+    """Mean hidden state over the last tokens of all replies, `[n, H]`."""
     entropy: Tensor
     """Mean, standard deviation and maximum of the entropies of all sampled tokens, in nats,
     `[n, 3]`.
@@ -214,7 +220,7 @@ class HiddenStates:
 
 @runtime_checkable
 class StatesReader(Protocol):
-    """A technique that uses hidden states of the policy."""
+    """A technique that uses hidden states of the policy, which `query` describes."""
 
     query: StatesQuery
 
@@ -237,7 +243,7 @@ class Recredit(Protocol):
         scored: Sequence[ScoredTrajectory],
         context: CreditContext,
     ) -> list[ScoredTrajectory]:
-        """Return the trajectories with new advantages. Their number and order must stay."""
+        """Return the trajectories with new advantages. Their number and order must not change."""
         ...
 
 
@@ -248,7 +254,9 @@ class DrawContext:
     number: int
     """The number of the group in its run, from 0."""
     step: int
-    """The step that trains on the group if groups are taken in the order of their start, from 1."""
+    """The step that will train on the group if groups are trained on in the order of their start,
+    from 1.
+    """
     random: Random
     """Random numbers that depend only on the run's seed and `number`."""
     groups_per_step: int = 1
@@ -268,14 +276,15 @@ class Draw:
 
 @runtime_checkable
 class TaskSampler(Protocol):
-    """A technique that chooses the next task."""
+    """A technique that chooses the task of the next group."""
 
     def draw(self, tasks: Sequence[str], context: DrawContext) -> Draw:
-        """Choose one of `tasks` for the next group.
+        """Return the choice of one of `tasks` for the next group.
 
         `tasks` are identities of at most `selection.candidates` tasks of the pool, drawn at random
-        without replacement. None of them has a group in flight, unless all have. The result must
-        depend only on the arguments and the state. The event loop waits for the call.
+        without replacement. None of them has a group in flight, unless all tasks of the pool have.
+        The result must depend only on the arguments and the state. The event loop waits for the
+        call.
         """
         ...
 
@@ -296,8 +305,9 @@ class VectorReader(Protocol):
     """A technique that may use vectors of texts, from hidden states of the policy."""
 
     def read_vectors(self, encode: Callable[[Sequence[str], StatesQuery], Tensor]) -> None:
-        """Receive a function that returns a vector for each text, `[n, H]` float32, after the
-        texts. It is slow.
+        """Receive a function that returns vectors `[n, H]` float32 of n texts. It is slow.
+
+        The method is called after `read`.
         """
         ...
 
@@ -307,16 +317,18 @@ class Forecaster(Protocol):
     """A sampler that forecasts success rates of tasks from their texts."""
 
     def forecast_of(self, task: str) -> float:
-        """Return the forecast success rate of a task of the pool, 0 to 1, by its identity.
+        """Return the forecast success rate, 0 to 1, of the task of the pool with the identity
+        `task`.
 
-        It uses only groups that were trained on. May be called from several threads.
+        The forecast uses only groups that were trained on. The method may be called from several
+        threads.
         """
         ...
 
 
 @runtime_checkable
 class ForecastReader(Protocol):
-    """A technique that can use the forecasts of the sampler."""
+    """A technique that can use the forecasts of the run's sampler."""
 
     def use_forecasts(self, forecaster: Forecaster) -> None: ...
 
@@ -332,7 +344,7 @@ class GroupSoFar:
     started: int
     """The number of episodes that were started, including failed ones."""
     first: int
-    """The number of episodes that the group had at its start."""
+    """The number of episodes with which the group began."""
 
 
 @runtime_checkable
@@ -349,24 +361,27 @@ class Allocator(Protocol):
     def more(self, group: GroupSoFar) -> int:
         """Return the number of episodes to add to a group whose episodes have all ended.
 
-        0 ends the group. Otherwise the method is called again when the added episodes have ended.
+        With 0 the group ends. Otherwise the method is called again when the added episodes have
+        ended.
         """
         ...
 
 
 DROPPED = -1.0
-"""Factor of the weight of an episode that was pruned without a chance to survive."""
+"""Takes the place of the factor of an episode's weight if it was pruned without a chance to
+survive.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LookPlan:
-    """Places in every reply at which a strategy decides how episodes continue."""
+    """The places in each reply at which a strategy decides how episodes continue."""
 
     first: int
-    """Number of tokens of a reply before its first place, at least 1."""
+    """Number of tokens of a reply before its first place of decision, at least 1."""
     every: int = 0
-    """Number of tokens between two places of a reply, whose end is one, too. 0 for one place, which
-    is the end of a shorter reply.
+    """Number of tokens between two places of decision in a reply. Its end is one, too. 0: a reply
+    has only one place, at `first` or at its earlier end.
     """
 
 
@@ -378,14 +393,16 @@ class Leaf:
     """The number of the episode in its group, in the order of their start."""
     episode: int
     pieces: tuple[Piece, ...]
-    """The episode up to the place, with the pieces of its parents as these sampled them."""
+    """The episode up to its place of decision, including what it shares with parents, as they
+    sampled it.
+    """
     fork: Fork | None = None
     weight: float = 1.0
-    """Weight of an episode that waits: 1 / probability of its survival so far. 0 if it was
-    pruned.
+    """Weight of a waiting episode: 1 / the probability of its survival so far; 0
+    if it was pruned.
     """
     going: bool = False
-    """True if the episode waits within a reply, False at the end of one."""
+    """True if the episode waits within a reply, False if it waits at the end of one."""
     ended: bool = False
 
 
@@ -394,11 +411,13 @@ class Decisions:
     """A strategy's decisions about the episodes of a group."""
 
     survival: Mapping[int, float] = field(default_factory=dict)
-    """Probability with which an episode survives, by its index in the group. 1 for others."""
+    """Probability of survival of an episode, by its index in the group. Those not
+    listed survive.
+    """
     forks: Sequence[Fork] = ()
-    """Forks of episodes. They begin even if the episode is pruned in the same round."""
+    """Forks to start. They start even if their parent is pruned in the same round."""
     fresh: int = 0
-    """Number of episodes to start anew."""
+    """Number of new episodes to start from the prompt."""
 
 
 @runtime_checkable
@@ -410,55 +429,60 @@ class Brancher(Protocol):
     def roots(self, group_size: int) -> int: ...
 
     def decide(self, leaves: Sequence[Leaf], left: int, random: Random) -> Decisions:
-        """Decide how the episodes of a group continue. All have ended or wait at a place.
+        """Return how the episodes of a group continue. All have ended or wait at a place of
+        decision.
 
-        At most `left` episodes may be started. `leaves` are in the order of their start. Called
-        on the event loop, again when each has reached its next place, and when all have ended,
-        until it starts none.
+        At most `left` episodes may be started. `leaves` are in the order of their start. The method
+        is called on the event loop whenever all episodes have reached their next place. When all
+        have ended, it is called until it starts no more.
         """
         ...
 
 
 class Texts(Protocol):
-    """What strategies do with texts. A note is text at the end of an episode's prompt."""
+    """Functions for texts of episodes and tasks. A note is a text at the end of an episode's
+    prompt.
+    """
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens of an episode."""
+        """Return the text of the tokens of an episode."""
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text in a reply."""
+        """Return the tokens of a text within a reply."""
         ...
 
     def parse(self, tokens: Sequence[int]) -> Message:
-        """Return a reply as a message."""
+        """Return the tokens of a reply as a message."""
         ...
 
     def written(self, text: Trajectory) -> str:
-        """Return what the policy wrote in a text about an episode, without its thoughts."""
+        """Return what the policy wrote about an episode in `text`, without its reasoning."""
         ...
 
     def prompt(self, instructions: str, **texts: str) -> str:
-        """Return a note with instructions and named texts, as the prompt of a text to write.
+        """Return a note that asks the policy to write a text, with instructions and named texts.
 
-        The end of each text is taken, so that the prompt leaves half of the context to the reply.
+        Of each text, only the end is used if needed, so that half of the context is left for the
+        reply.
         """
         ...
 
     def words(self, episode: Trajectory) -> str:
-        """Return the text of an episode's task, or else its prompt."""
+        """Return the text of an episode's task, or its prompt if the task has no text."""
         ...
 
     def solution(self, task: Task, field: str) -> tuple[int, ...]:
         """Return the tokens of a reply that solves a task, without its end token.
 
-        `field` is that of the task's data with the solution. Empty for the first reply of the task
-        set's demonstration. Raises `ConfigError` if there is none.
+        `field` names the field of the task's data with the solution. If it is empty, the first
+        reply of the task set's demonstration is used. Raises `ConfigError` if there is no solution.
         """
         ...
 
     async def correction(self, episode: Trajectory) -> tuple[int, tuple[int, ...]] | None:
-        """Return the number of tokens before the first wrong reply or step, and right tokens.
+        """Return the number of tokens before an episode's first wrong reply or step, and right
+        tokens for it.
 
         None if nothing can be corrected.
         """
@@ -467,30 +491,31 @@ class Texts(Protocol):
 
 @runtime_checkable
 class Strategy(Protocol):
-    """A technique that adds episodes to a group, in rounds, by the results of earlier ones."""
+    """A technique that adds episodes to a group in rounds, by the results of earlier rounds."""
 
     def roots(self, group_size: int) -> int:
         """Return the number of episodes with which a group begins, at least 1.
 
-        `group_size` is `schedule.group_size`, or what an allocator chose.
+        `group_size` is `schedule.group_size`, or the number that an allocator chose.
         """
         ...
 
     async def forks(
         self, rounds: Sequence[Sequence[Trajectory | Failure]], texts: Texts
     ) -> Sequence[Fork | None]:
-        """Return the starts of the episodes of the next round. None is an episode of its own.
+        """Return the starts of the episodes of the next round. None is a start from the prompt.
 
-        `rounds` has the results of all earlier rounds, in order: the first has the episodes that
-        began the group. All have ended. No element ends the group. The result must depend only on
-        the arguments and the state. In a resumed group the method is called for each round again.
+        `rounds` has the results of all earlier rounds, in order. The first are those of the
+        episodes that began the group. All have ended. An empty result ends the group. The result
+        must depend only on the arguments and the state. For a resumed group, the method is called
+        again for each round.
         """
         ...
 
 
 @runtime_checkable
 class TaskNamer(Protocol):
-    """A strategy that finds texts by the identity of a task."""
+    """A strategy that stores texts by the identity of a task."""
 
     def name_tasks(self, identify: Callable[[Task], str]) -> None:
         """Receive a function that returns the identity of a task, before the first group."""
@@ -502,27 +527,30 @@ class SolutionReader(Protocol):
     """A strategy that uses solutions of tasks."""
 
     solution_field: str
-    """The field of the task's data with the solution. Empty for the task set's demonstration."""
+    """The field of the task's data with the solution. Empty: the task set's
+    demonstration is used.
+    """
 
 
 class GradientNorms(Protocol):
-    """A function that computes the norm of the gradient of each sequence's log-probability."""
+    """A function that computes gradient norms of the log-probabilities of sequences."""
 
     def __call__(self, sequences: Sequence[int], part: GradientPart) -> Tensor:
-        """Return the norms `[n]` in float64 of the sequences of the batch with the indices
-        `sequences`.
+        """Return the norms `[n]`, float64, for the sequences of the batch with these indices.
 
-        The log-probability is summed over the sampled tokens, under the current policy. Each norm
-        needs a forward and a backward pass; `head` needs no backward pass through the layers.
+        A sequence's log-probability is summed over its sampled tokens, under the current policy.
+        Each norm needs a forward and a backward pass; with the part `head`, the backward pass omits
+        the layers.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """Values of a batch from which shapers compute advantages. Tensors are `[T]`, no gradient.
+    """Values of a batch from which shapers compute advantages. Tensors are `[T]`, without
+    gradients.
 
-    A tensor is empty if no chosen technique needs it.
+    A tensor is empty if no chosen technique requires it.
     """
 
     old_logp: Tensor
@@ -539,7 +567,9 @@ class Signals:
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """The result of a shaper for a batch's tokens, `[T]`: advantages, and a mask to train on."""
+    """The advantages that a shaper computed for a batch, `[T]`, and a mask of
+    tokens to train on.
+    """
 
     advantage: Tensor
     keep: Tensor
@@ -548,7 +578,7 @@ class Shaped:
 
 @runtime_checkable
 class Shaper(Protocol):
-    """A technique that changes the advantages of a batch."""
+    """A technique that changes the advantages of a prepared batch, token by token."""
 
     def shape(self, batch: Batch, signals: Signals) -> Shaped: ...
 
@@ -558,10 +588,10 @@ class Ratio(Protocol):
     """A technique that replaces the ratio of each token in the objective."""
 
     def log_ratio(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Tensor:
-        """Return the logarithm of each token's ratio, `[T]`, from some sequences of a minibatch.
+        """Return the logarithm of each token's ratio, `[T]`.
 
-        The result has gradient 1 for the token's own `logp`. It is 0 for tokens that were not
-        sampled.
+        `batch` has some sequences of a minibatch. The gradient by the token's own `logp` must be 1.
+        The result is 0 for tokens that were not sampled.
         """
         ...
 
@@ -571,9 +601,10 @@ class Objective(Protocol):
     """A technique that replaces the loss of each token."""
 
     def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
-        """Return the loss of each token, from `log_ratio` `[T]`: the logarithm of its ratio.
+        """Return the loss of each token.
 
-        `batch` has some sequences of a minibatch, `options` are those of the section `objective`.
+        `log_ratio` `[T]` is the logarithm of the token's ratio. `batch` has some sequences of a
+        minibatch. `options` are those of the section `objective`.
         """
         ...
 
@@ -587,13 +618,13 @@ class Distiller(Protocol):
     def rewarded(self, batch: Batch, teacher_logp: Tensor, logp: Tensor) -> Batch:
         """Return the sequences of a training pass with new advantages.
 
-        `teacher_logp` and `logp` `[T]` are of the teacher and of the policy in this pass. The first
-        is empty if `divergence` is added to the loss.
+        `teacher_logp` and `logp` `[T]` are log-probabilities under teacher and policy in this pass.
+        `teacher_logp` is empty if the loss uses `divergence` instead.
         """
         ...
 
     def divergence(self, logp: Tensor, teacher_logp: Tensor) -> Tensor:
-        """Return the divergence `[R]` from log-probabilities `[R, V]`, with a gradient."""
+        """Return the divergence `[R]`, with a gradient, of log-probabilities `[R, V]`."""
         ...
 
 
@@ -604,10 +635,10 @@ class Diagnostic(Protocol):
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return metrics of the groups of a batch. The key is the whole name; no prefix is added.
+        """Return metrics of the groups of a batch, by full name: no prefix is added.
 
         The method is called before filters act. `groups` have the environment's rewards. `graded`
-        are the same groups with the rewards that reward techniques have changed.
+        are the same groups with the rewards after all reward techniques.
         """
         ...
 
@@ -621,7 +652,7 @@ class StepSeen:
     tokens. pi is the current policy, mu the engine's policy that sampled the sequence.
     """
     grad_norm: float
-    """The norm of the gradient before it is clipped."""
+    """The norm of the gradient before clipping."""
     gradient_noise: float = math.nan
     """An estimate of the total variance of the gradient, from two halves of the step's groups. NaN
     if no technique requires `halves`, and for a step with fewer than two groups.
@@ -629,8 +660,8 @@ class StepSeen:
     kl: float = math.nan
     """KL(pi_old || pi) per sampled token, in nats (k3). pi_old is the policy of `old_logp`."""
     kl_of_batch: float = math.nan
-    """KL(pi_old || pi) as in `kl`, over only the tokens that lag by one batch. It shows how far the
-    previous batch changed the policy. NaN without such tokens.
+    """KL(pi_old || pi) as in `kl`, but only over tokens that are one batch old. It measures how far
+    the previous batch changed the policy. NaN without such tokens.
     """
 
 
@@ -641,16 +672,16 @@ class StepPlan:
     lr_factor: float = 1.0
     """Factor by which the learning rate is multiplied in this step."""
     skip: bool = False
-    """True if the weights must not change in this step."""
+    """True if the step must not change the weights."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the batch to log. The key is the whole name, such as `ess_lr/effective_share`; no
-    prefix is added.
+    """Metrics of the batch to log, by full name such as `ess_lr/effective_share`: no prefix is
+    added.
     """
 
 
 @runtime_checkable
 class StepController(Protocol):
-    """A technique that changes the size of an optimizer step."""
+    """A technique that changes the learning rate of an optimizer step, or skips the step."""
 
     def plan(self, seen: StepSeen) -> StepPlan: ...
 
@@ -660,7 +691,7 @@ class Outcome:
     """The result of a group that was trained on."""
 
     task: str
-    """The identity of the task. It is the same each time the task comes again."""
+    """The identity of the task: the same string each time the task is drawn."""
     num_batches: int
     """Number of batches on which the weights that sampled the group's newest tokens were trained.
 
@@ -674,14 +705,14 @@ class Outcome:
     """The rewards of the finished episodes. Forked and pruned episodes are left out."""
     failures: int
     tokens: int
-    """Number of sampled tokens of the group's finished episodes, with those of branches."""
+    """Number of sampled tokens of the group's finished episodes, further conversations included."""
     added: int = 0
     """Number of entries at the end of `rewards` that belong to episodes which an allocator added.
     """
     success_turns: tuple[int, ...] = ()
     """The number of turns of each successful episode."""
     turn_limit: int = 0
-    """The limit of turns of the group's episodes; 0 if only `rollout.max_turns` limited them."""
+    """The limit of turns of the group's episodes; 0 if they had only `rollout.max_turns`."""
     cut_off: int = 0
     """Number of finished episodes that a limit of turns, calls or tokens ended."""
     budget: EpisodeBudget = NO_BUDGET
@@ -690,19 +721,19 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class FreshGroup:
-    """A group of a batch that no earlier step was trained on."""
+    """A group of a batch that is trained on for the first time."""
 
     group: Group
     task: str
-    """The identity of the task. It is the same each time the task comes again."""
+    """The identity of the task: the same string each time the task is drawn."""
 
 
 @runtime_checkable
 class Source(Protocol):
-    """A technique that adds stored groups to the fresh groups of a batch. It replaces none."""
+    """A technique that adds stored groups to the fresh groups of a batch."""
 
     max_age: int
-    """Largest age in versions of an added token. The training loop asserts it."""
+    """Largest age of an added token, in versions. The training loop checks it."""
 
     def take(self, fresh: Sequence[FreshGroup], *, seed: int) -> Sequence[Batch]:
         """Return batches of stored groups that join the fresh groups.
@@ -713,11 +744,11 @@ class Source(Protocol):
         ...
 
     def offer(self, fresh: Sequence[FreshGroup], batch: Batch, lag: Tensor) -> None:
-        """Receive a batch that will be trained on, and prepare what `observe` stores of it.
+        """Receive a batch before it is trained on, and prepare what `observe` stores of it.
 
-        The method is called in the trainer's thread, because copying parts of a batch takes long.
-        `batch.stored` has the old log-probabilities of all tokens. `lag` `[T]` is the age of each
-        sampled token, in versions. Replayed sequences are in the batch, too.
+        The method is called in the trainer's thread, because copying takes long. `batch.stored` has
+        the old log-probabilities of all tokens. `lag` `[T]` is the age of each sampled token, in
+        versions. The batch also contains replayed sequences.
         """
         ...
 
@@ -736,14 +767,14 @@ class Observer(Protocol):
 
 
 class Techniques:
-    """The chosen techniques of a run, in the order of the option `techniques`."""
+    """The techniques that a run uses, in the order of the option `techniques`."""
 
     def __init__(
         self, parts: Mapping[str, object] | None = None, *, needs: frozenset[Need] = frozenset()
     ) -> None:
         self.parts = dict(parts or {})
         self.needs = needs
-        """What the techniques in `parts` require, such as the entropy of every token."""
+        """The inputs that the techniques in `parts` require, such as the entropy of every token."""
         values = list(self.parts.values())
         self.diagnostics = [each for each in values if isinstance(each, Diagnostic)]
         self.limiter = next((each for each in values if isinstance(each, TurnLimiter)), None)
@@ -771,7 +802,8 @@ class Techniques:
     def of(cls, config: RunConfig) -> Techniques:
         """Create the techniques that a configuration chooses.
 
-        Raises `ConfigError` if one of them has state and the trainer has ranks.
+        Raises `ConfigError` for a technique with state if there are training ranks
+        (`cluster.trainers`).
         """
         entries = chosen(config.techniques)
         options = completed_options(config)
@@ -790,7 +822,7 @@ class Techniques:
 
     @property
     def stateful(self) -> dict[str, Observer]:
-        """The techniques with state, by the name of their part of a checkpoint."""
+        """The techniques with state, by the name under which checkpoints save their state."""
         return {
             f"technique/{name}": part
             for name, part in self.parts.items()
@@ -827,12 +859,13 @@ class Techniques:
         texts: Texts | None = None,
         whole: bool = True,
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
-        """Return the trajectories of a batch to train on, with advantages, and metrics.
+        """Return the trajectories of a batch to train on, with advantages, and the techniques'
+        metrics.
 
         Reward terms act first, then diagnostics, filters, the estimator, recredits, and filters by
         advantage. `estimate` is the configured estimator, which an estimator technique replaces. If
         filters leave no trajectory of the batch, all its trajectories are returned with advantage
-        0. `whole` is False for a part of a batch.
+        0. The other arguments are those of `CreditContext`.
         """
         context = CreditContext(progress, version, identify, answer, texts, whole=whole)
         selected = groups
@@ -874,24 +907,24 @@ class Techniques:
 
     @property
     def max_replay_age(self) -> int:
-        """Largest age in versions of a replayed token. 0 without a source."""
+        """Largest age of a replayed token, in versions. 0 if no technique replays groups."""
         return max((source.max_age for source in self.sources), default=0)
 
     def replayed(
         self, groups: Sequence[Group], seed: int, *, identify: Callable[[Task], str]
     ) -> Sequence[Batch]:
-        """Return batches of stored groups that join the fresh `groups` of a batch. `seed` sets the
-        choice.
+        """Return batches of stored groups that join the fresh `groups` of a batch.
+
+        `seed` determines random choices among stored groups.
         """
         self._fresh = [FreshGroup(group, identify(group.task)) for group in groups]
         return [batch for source in self.sources for batch in source.take(self._fresh, seed=seed)]
 
     def prepared(self, batch: Batch, lag: Tensor) -> None:
-        """Pass a batch to the sources before it is trained on, with all old log-probabilities in
-        `stored`.
+        """Pass a batch to the sources before it is trained on.
 
-        Its fresh groups are those of the last call of `replayed`. `lag` `[T]` is the age of each
-        sampled token, in versions.
+        `batch.stored` must have all old log-probabilities. The batch's fresh groups are those of
+        the last call of `replayed`. `lag` `[T]` is the age of each sampled token, in versions.
         """
         for source in self.sources:
             source.offer(self._fresh, batch, lag)
@@ -936,7 +969,7 @@ def _describe_selection(before: Sequence[Group], after: Sequence[Group]) -> dict
 def _of_trajectories(
     groups: Sequence[Group], scored: Sequence[ScoredTrajectory]
 ) -> list[ScoredTrajectory]:
-    """Return the scored trajectories that are in `Group.trajectories` or are branches of these."""
+    """Return the scored trajectories whose episodes are still in `Group.trajectories`."""
     kept = {
         conversation.episode
         for group in groups

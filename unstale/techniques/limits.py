@@ -2,17 +2,15 @@
 
 The limit is the `quantile` of the turns of the latest `window` successes, with linear interpolation
 and rounded up, at most `rollout.max_turns`. No limit is set before `successes` successes. Only
-successes of groups without a limit count, or else each limit would shorten the successes that
-decide the next one. So every `free_every`-th group has no limit. With `scope = task`, each task has
-a limit of its own, and `quantile` 1 is then the limit of DART: the longest past success of the
-task.
+successes of groups without a limit count, because a limit shortens the successes under it. So every
+`free_every`-th group has no limit. With `scope = task`, each task has a limit of its own, and
+`quantile` 1 is then the limit of DART: the longest past success of the task.
 
-The environment's last answers before the limit end with a reminder of the number of replies left.
+The environment's last messages before the limit end with a reminder of the number of replies left.
 With `extend`, an episode that reaches the limit gets `extend` more turns: if its last reply
 contains `request`, or, without `request`, if the environment has paid a reward for a turn since the
-last limit. The number of extensions is at most `extensions`. From work on the control of turns (a
-fixed limit at the 0.75 quantile with reminders, and extensions on demand), of which we know the
-abstract.
+last limit. An episode gets at most `extensions` extensions. From the abstract of a paper on turn
+control (a fixed limit at the 0.75 quantile with reminders, and extensions on demand).
 """
 
 from __future__ import annotations
@@ -36,28 +34,32 @@ class LimitsConfig(Section):
     """A limit of turns at a quantile of the turns of past successes."""
 
     quantile: Annotated[float, Range(0.01, 1)] = 0.75
-    """Share of the past successes that had at most as many turns as the limit."""
+    """The limit is this quantile of the turns of past successes: this share of them had at most as
+    many.
+    """
     scope: Literal["run", "task"] = "run"
-    """One limit for all tasks, or one for each task of the pool from the successes of this task."""
+    """One limit for all tasks, or one for each task of the pool, from its own successes."""
     successes: PositiveInt = 64
-    """Number of successes before the turns are limited. With `scope = task`, take a small number:
+    """Number of successes before a limit is set. With `scope = task`, set a small number, because
     each task needs as many.
     """
     window: PositiveInt = 256
-    """Number of the latest successes that decide the limit."""
+    """Number of the latest successes whose turns are used."""
     free_every: Annotated[int, Range(2)] = 8
-    """Every group whose number is a multiple of this has no limit."""
+    """Every group whose number is a multiple of this has no limit, so that its successes can be
+    counted.
+    """
     remind: Count = 2
-    """Number of replies left from which on the environment's answers end with a reminder; 0 sends
-    none.
+    """The environment's messages end with a reminder from this number of remaining replies on; 0
+    sends none.
     """
     extend: Count = 0
-    """Turns that an episode at its limit can get in addition; 0 gives none."""
+    """Number of further turns that an episode at its limit can get; 0 gives none."""
     extensions: PositiveInt = 1
-    """Only with `extend`: largest number of times that an episode gets additional turns."""
+    """Only with `extend`: largest number of times that an episode gets further turns."""
     request: str = "MORE TURNS"
-    """Only with `extend`: text in a reply that asks for more turns. If empty, an episode gets them
-    if the environment has rewarded a turn since the last limit.
+    """Only with `extend`: text by which a reply asks for further turns. If it is empty, an episode
+    gets them if the environment rewarded a turn since the last limit.
     """
 
     def check_combination(self) -> None:
@@ -77,8 +79,8 @@ class Limits:
     def __init__(self, options: LimitsConfig) -> None:
         self._options = options
         self._turns: dict[str, list[int]] = {}
-        """Turns of the latest successes without a limit, oldest first. The key is the task's
-        identity, or empty for one limit for all tasks.
+        """Turns of the latest successes in groups without a limit, oldest first. The key is the
+        task's identity, or "" if all tasks have one limit.
         """
 
     def turn_limit(self, number: int, task: str) -> TurnLimit | None:
@@ -106,7 +108,7 @@ class Limits:
 
 
 def limit_at(turns: Sequence[int], options: LimitsConfig) -> TurnLimit:
-    """Return the limit that the `turns` of successes give."""
+    """Return the limit for the `turns` of past successes."""
     return TurnLimit(
         turns=limit_of(turns, options.quantile),
         remind=options.remind,

@@ -6,8 +6,8 @@ newest group of a task, and no group with a token older than `max_age`. The rule
 stored groups whose task is not in the batch, each with the same probability. It is from DOTS-RR
 (arXiv 2506.05316). The rule `failed` adds the stored group of a task whose fresh groups have no
 success, the newest if there are too many. It is from DART (arXiv 2509.23866), whose store has
-single successes: set `episodes` to `successes`. To compute advantages within the stored group, and
-not together with the fresh failures, is our own reading of both.
+single successes: set `episodes` to `successes`. Advantages are computed within the stored group,
+without the fresh failures: a choice of our own.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ class ReplayConfig(Section):
     """Train on groups of earlier steps again, beside the fresh ones (DOTS-RR, DART)."""
 
     fresh_share: Annotated[float, Range(0.01, 1)] = 0.5
-    """Smallest share of fresh groups in a batch. Stored groups are at most the remaining share."""
+    """Smallest share of fresh groups in a batch. The rest may be stored groups."""
     capacity: PositiveInt = 512
     """Largest number of stored groups. They are in main memory and in checkpoints."""
     max_age: PositiveInt = 8
     """Largest age of a replayed token, in versions. It must be larger than the staleness bound."""
     rule: Literal["uniform", "failed"] = "uniform"
-    """Which stored groups join a batch: random ones, or those of the tasks whose fresh groups have
-    no success. `failed` needs tasks that come again: a list that repeats, or `selection.pool`.
+    """The stored groups that join a batch: random ones (`uniform`), or those of tasks whose fresh
+    groups have no success (`failed`). `failed` needs tasks that are repeated: a list that repeats,
+    or `selection.pool`.
     """
     episodes: Literal["all", "successes"] = "all"
-    """Which episodes of a stored group are trained on again."""
+    """The episodes of a stored group that are trained on again."""
 
     def count(self, fresh: int) -> int:
         """Return the largest number of stored groups that join a batch of `fresh` fresh groups."""
@@ -53,17 +54,17 @@ class ReplayConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group that was trained on. `batch` has its sequences and their old log-probabilities."""
+    """A stored group. `batch` has its sequences and their old log-probabilities."""
 
     number: int
     task: str
     age: int
-    """The age that the group's oldest sampled token will have in the next batch, in versions."""
+    """Age of the group's oldest sampled token at the next batch, in versions."""
     batch: Batch
 
 
 class Replay:
-    """A technique that adds groups to a batch on which earlier steps were trained."""
+    """A technique that adds groups of earlier steps to a batch."""
 
     def __init__(self, options: ReplayConfig) -> None:
         self._options = options
@@ -162,7 +163,7 @@ class Replay:
 _COLUMNS = [each.name for each in fields(Batch) if each.type == "Tensor"]
 _LOGPS = ("old_logp", "exact")
 _SMALL = {"tokens": "int32", "version": "int32", "turn": "int32", "provenance": "int8"}
-"""Types in which columns of a batch are stored. They take a third of its memory."""
+"""Types in which columns of a stored batch are saved, to take a third of the memory."""
 
 
 def _compact(batch: Batch) -> Batch:

@@ -1,25 +1,24 @@
 """`segments`: long episodes run in segments, and their limits grow if they cut off too many.
 
-At most `max_concurrent_episodes` episodes run at the same time. An episode runs until it has
-`tokens` sampled tokens or `calls` tool calls since its segment began, also within a reply. Then, if
-other episodes wait, the oldest of them gets its slot, even if that episode is younger. It continues
-when a slot is free and no older episode waits. It keeps its environment and its tokens. Later
-tokens may have a newer version, and each token keeps its own `behavior_logp`. The staleness bound
-holds, because a group's staleness is counted from its admission.
+At most `max_concurrent_episodes` episodes run at the same time. A segment of an episode ends after
+`tokens` sampled tokens or `calls` tool calls, even within a reply. Then, if other episodes wait,
+the oldest of them gets the slot of this episode, even if it is younger. The interrupted episode
+continues when a slot is free and no older episode waits. It keeps its environment and its tokens.
+Later tokens may have a newer version, and each token keeps its own `behavior_logp`. The staleness
+bound holds, because a group's staleness is counted from its admission.
 
-So a long episode does not hold its slot until its end. This costs time in strict order, where a
-batch needs the oldest groups: their episodes also wait while younger ones run. The wait is worth
-something only with a `schedule.lookahead_window`, in which finished younger groups are trained on
-first. In strict order, set `tokens` above the length of most episodes.
+So a long episode does not hold its slot until its end. This costs time if groups are trained on in
+strict order: episodes of the oldest groups, which the next batch needs, wait while younger ones
+run. It pays only with a `schedule.lookahead_window`, in which finished younger groups are trained
+on first. In strict order, set `tokens` above the length of most episodes.
 
-`table` has the limits of an episode in steps: tokens of its context, tool calls, segments. An
-episode that reaches one of the three is cut off. Groups begin with the limits of the first step.
-When more than `cut_share` of `window` episodes with the present limits were cut off, later groups
-have those of the next step. By default, a segment has a quarter of the tokens and the tool calls of
-the run's longest episode, and the steps allow 2, 3 and 4 segments. These are the shares of
-AgentMath. With `engine.max_context` 96000 and `rollout.max_turns` 97, the numbers are also those of
-AgentMath: `48000:48:2 72000:72:3 96000:96:4`. AgentMath's bonus for tool calls is the technique
-`tool_bonus`.
+`table` has steps of limits for an episode: tokens of its context, tool calls, segments. An episode
+that reaches one of the three is cut off. Groups begin with the limits of the first step. When more
+than `cut_share` of `window` episodes with the present limits were cut off, later groups have those
+of the next step. By default, a segment has a quarter of the tokens and the tool calls of the run's
+longest episode, and the steps allow 2, 3 and 4 segments. These are the shares of AgentMath. With
+`engine.max_context` 96000 and `rollout.max_turns` 97, the numbers are also those of AgentMath:
+`48000:48:2 72000:72:3 96000:96:4`. AgentMath's bonus for tool calls is the technique `tool_bonus`.
 """
 
 from __future__ import annotations
@@ -77,30 +76,32 @@ class SegmentsConfig(Section):
     """Long episodes run in segments, with limits that grow (AgentMath)."""
 
     max_concurrent_episodes: Count = 0
-    """Number of episodes that run at the same time, on all engines together. Take the number of
-    replies that the engines sample at the same time, or more if tools are slow. 0 is half of the
-    episodes that may be in flight, with groups of `schedule.group_size`.
+    """Largest number of episodes that run at the same time, on all engines together. Take the
+    number of replies that the engines sample at the same time, or more if tools are slow. 0 is half
+    of the episodes that may be in flight, with groups of `schedule.group_size`.
     """
     tokens: Count = 0
-    """Sampled tokens after which a segment ends; 0 is a quarter of `engine.max_context`."""
+    """Number of sampled tokens after which a segment ends; 0 is a quarter of
+    `engine.max_context`.
+    """
     calls: Count = 0
-    """Tool calls after which a segment ends; 0 is a quarter of `rollout.max_turns`."""
+    """Number of tool calls after which a segment ends; 0 is a quarter of `rollout.max_turns`."""
     table: str = ""
-    """Limits of an episode, as CONTEXT:CALLS:SEGMENTS for each step: tokens with prompts, tool
+    """Limits of an episode, as CONTEXT:CALLS:SEGMENTS for each step: tokens of its context, tool
     calls, and segments. Empty allows 2, 3 and 4 quarters of `engine.max_context` and of
     `rollout.max_turns`, in as many segments.
     """
     cut_share: Share = 0.1
-    """Share of episodes cut off. If more are, the next step of the table begins."""
+    """If more than this share of the episodes was cut off, the next step of the table begins."""
     window: PositiveInt = 256
-    """Number of episodes over which the share of episodes cut off is measured."""
+    """Number of episodes over which the share of cut-off episodes is measured."""
 
     def check_combination(self) -> None:
         if self.table:
             parse_table(self.table)
 
     def within(self, *, context: int, calls: int, episodes: int) -> SegmentsConfig:
-        """Return the options, with computed values for those that are 0 or empty.
+        """Return the options, with computed values in place of 0 or an empty text.
 
         `context` and `calls` are the largest numbers of tokens and tool calls of an episode in the
         run. `episodes` is the largest number of episodes in flight.
@@ -124,20 +125,16 @@ class SegmentsConfig(Section):
 
 
 class Segments:
-    """A technique that runs episodes in segments, and raises their limits if too
-    many are cut off.
-    """
+    """A technique that runs episodes in segments, and raises limits that cut off too many."""
 
     def __init__(self, options: SegmentsConfig) -> None:
-        """Create the technique. No option may be 0 or empty: `SegmentsConfig.within`
-        fills them in.
-        """
+        """Create the technique. No option may be 0 or empty: `complete` replaces these values."""
         self._options = options
         self._table = parse_table(options.table)
         self.max_concurrent_episodes = options.max_concurrent_episodes
         self._step = 0
         self._episodes = 0
-        """Number of episodes with the present limits since the last decision."""
+        """Number of episodes under the present limits since the last decision about them."""
         self._cut_off = 0
 
     def episode_budget(self) -> EpisodeBudget:
@@ -151,8 +148,8 @@ class Segments:
         )
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Count the episodes that were cut off. Begin the next step of the table if they are too
-        many.
+        """Count the episodes that were cut off. If they are too many, begin the next step of the
+        table.
         """
         options = self._options
         for outcome in outcomes:
@@ -197,7 +194,7 @@ def _describe(options: SegmentsConfig) -> str:
 
 
 def complete(options: SegmentsConfig, config: RunConfig) -> SegmentsConfig:
-    """Return the options, with values from the run's configuration for those left at 0 or empty."""
+    """Return the options, with values from the configuration in place of 0 or an empty text."""
     schedule = config.schedule
     in_flight = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
     return options.within(

@@ -1,4 +1,4 @@
-"""Public fakes, and tests that every engine, environment or route (`OldLogps`) must pass.
+"""Public fakes, and tests for engines, environments and routes (`OldLogps`) that a user adds.
 
 A route is a method to compute old log-probabilities.
 """

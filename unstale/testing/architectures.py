@@ -1,4 +1,7 @@
-"""Small random models of many architectures, some with the massive activations of trained ones."""
+"""Small random models of many transformer architectures.
+
+On request they have huge activations in one dimension and an attention sink, as trained models do.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,14 +16,14 @@ from unstale.config.run import SHIPPED_POLICY
 from unstale.model.loading import load_tokenizer, no_progress_bars
 
 MASSIVE_DIMENSION = 5
-"""Index of the dimension of the hidden states that `plant` scales."""
+"""Index of the dimension of the hidden states in which `plant` makes activations huge."""
 MASSIVE = 1000.0
-"""Factor by which `plant` scales one dimension. In trained networks it is 100 to 10,000 (arXiv
+"""Factor by which `plant` enlarges this dimension. In trained networks it is 100 to 10,000 (arXiv
 2402.17762).
 """
 _SINK_WEIGHTS = {False: 0.6, True: 3.0}
-"""Weight of the massive dimension in queries and keys, which raises the first token's score by 8 to
-10 nats. The key is True for models that normalise queries and keys, which need more weight.
+"""Weight of `MASSIVE_DIMENSION` in queries and keys, which raises the attention score of the first
+token by 8 to 10 nats. The key is True for models that normalise queries and keys.
 """
 _SIZES: Mapping[str, Any] = {
     "vocab_size": 1024,
@@ -40,19 +43,19 @@ _SIZES: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """An architecture of transformers, and the sizes of its small test model."""
+    """A transformer architecture, and the sizes of its small test model."""
 
     model_type: str
-    """The name of the architecture in `config.json`."""
+    """The value of `model_type` in the model's `config.json`."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes that differ from the common sizes of the small models, or are missing there."""
+    """Values of the model's configuration that replace or extend the common small sizes."""
     apart: bool = False
-    """True if its sequences cannot be packed, so that each has a forward pass of its own."""
+    """True if sequences cannot be packed, so that each needs a forward pass of its own."""
     has_sinks: bool = True
-    """True if `plant` can give the model an attention sink: it projects queries and keys."""
+    """True if `plant` works for the model. It needs layers that project queries and keys."""
 
     def make(self, *, seed: int = 0) -> PreTrainedModel:
-        """Return the small model with random weights, in float32."""
+        """Return the small model in float32. Its weights are random and depend on `seed`."""
         config = AutoConfig.for_model(self.model_type, **{**_SIZES, **self.sizes})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -203,13 +206,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         has_sinks=False,
     ),
 }
-"""Every architecture that docs/models.md names."""
+"""Name in docs/models.md -> architecture. All architectures that the page names are included."""
 
 
 def save_architecture(architecture: Architecture, folder: Path, *, planted: bool) -> None:
-    """Save the small model of an architecture, with the tokenizer of the shipped base policy.
+    """Save the small model of an architecture to `folder`, with the tokenizer of the package's base
+    policy.
 
-    With `planted`, it has massive activations and an attention sink.
+    With `planted`, the model has massive activations and an attention sink (see `plant`).
     """
     tokenizer = load_tokenizer(SHIPPED_POLICY)
     model = architecture.make()
@@ -253,19 +257,19 @@ def plant(model: PreTrainedModel, *, sink: int) -> None:
 
 
 def _projects(module: nn.Module) -> bool:
-    """Return True for attention. Recurrent layers with such projections have no `head_dim`."""
+    """Return True for an attention module. Recurrent modules may have such projections, but no
+    `head_dim`.
+    """
     has_both = hasattr(module, "q_proj") and hasattr(module, "k_proj")
     return hasattr(module, "head_dim") and (hasattr(module, "qkv_proj") or has_both)
 
 
 def _attend_to_sink(module: Any, config: Any) -> None:
-    """Set weights with which all tokens attend to the sink, the first token of a sequence.
+    """Set weights of an attention module with which all tokens attend to the first one, the sink.
 
-    The sink differs in the dimension `MASSIVE_DIMENSION`. The last component of queries and keys
-    reads it.
-
-    With rotary embeddings this component has the lowest frequency, so the distance to the sink
-    hardly matters.
+    The sink has another sign than other tokens in `MASSIVE_DIMENSION`, which the last component of
+    queries and keys reads. With rotary embeddings this component has the lowest frequency, so the
+    distance to the sink hardly matters.
     """
     width = module.head_dim
     if hasattr(module, "qkv_proj"):
@@ -286,10 +290,10 @@ def _is_norm(module: nn.Module, width: int) -> bool:
 
 
 def _calibrated(massive: float) -> Callable[[Any, tuple[Tensor, ...]], None]:
-    """Return a hook that sets the weights of a norm whose input has the massive dimension.
+    """Return a hook that sets the weights of a norm whose input is huge in `MASSIVE_DIMENSION`.
 
-    The mean square of the norm's other outputs is then 1. `massive` is the weight of that
-    dimension.
+    With these weights the mean square of the norm's other outputs is 1. `massive` is the weight of
+    that dimension.
     """
 
     def set_weight(norm: Any, inputs: tuple[Tensor, ...]) -> None:

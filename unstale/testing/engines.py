@@ -1,4 +1,4 @@
-"""Tests that every engine must pass."""
+"""Tests that every engine must pass, such as one that a user adds."""
 
 import asyncio
 import math
@@ -12,26 +12,25 @@ from unstale.engines import REQUIRED_COUNTERS, Engine, EngineDied, Reply, Sampli
 
 _TIMEOUT_S = 120.0
 _LONG_REPLY = 1000
-"""Number of tokens in a reply that is still being sampled when a short one has ended."""
+"""Number of tokens of a reply that takes so long that a short one ends before it."""
 
 
 def check_engine(
     make: Callable[[], Engine], *, update: Mapping[str, Tensor], prompt: Sequence[int] = (1, 2, 3)
 ) -> None:
-    """Test an engine.
+    """Test an engine. `make` returns a new one, and `update` is a full set of weights for it.
 
-    Raise AssertionError with the probable mistake if the engine breaks its contract. `make` returns
-    a new engine, and `update` is a full set of weights for it. The engine's context must have room
-    for a thousand tokens after `prompt`. A reply of two tokens must end before one of a thousand
-    that started at the same time.
+    Raise AssertionError with the probable mistake if the engine breaks its contract. Its context
+    must have room for a thousand tokens after `prompt`. A reply of two tokens must end before one
+    of a thousand tokens that started at the same time.
     """
     virtual_clock.run(_check_engine(make(), update, list(prompt)))
 
 
 async def _check_engine(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Run all tests on the same engine, because real engines take seconds to start.
+    """Run all tests on one engine, because real engines take seconds to start.
 
-    `_check_waiting` comes first, because it needs an engine without weights.
+    `_check_waiting` is first, because it needs an engine without weights.
     """
     current = "start"
     try:
@@ -103,7 +102,9 @@ async def _check_replies(engine: Engine, update: Mapping[str, Tensor], prompt: l
 
 
 async def _truncates(engine: Engine, prompt: list[int], params: SamplingParams) -> None:
-    """Require that the engine returns the kept tokens of truncated sampling, or refuses it."""
+    """Require that truncated sampling returns the tokens that it kept, or is refused by
+    ValueError.
+    """
     try:
         piece = (await engine.sample(prompt, params)).piece
     except ValueError:
@@ -150,7 +151,9 @@ async def _refuses(call: Awaitable[object], reason: str, kind: type[Exception]) 
 
 
 async def _check_interrupt(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Stage a version during long replies, interrupt them, and continue with this version."""
+    """Stage a version during long replies, interrupt them, load the version, and continue a
+    reply.
+    """
     await _publish(engine, update, 3)
     order: list[str] = []
 
@@ -189,7 +192,9 @@ async def _check_interrupt(engine: Engine, update: Mapping[str, Tensor], prompt:
 
 
 async def _check_waiting(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Check that sampling waits before the first `resume`, and between `interrupt` and `resume`."""
+    """Require that requests wait before the first `resume`, and between `interrupt` and
+    `resume`.
+    """
     for version in (0, 1):
         async with asyncio.TaskGroup() as tasks:
             await engine.interrupt()
@@ -208,7 +213,9 @@ async def _check_waiting(engine: Engine, update: Mapping[str, Tensor], prompt: l
 
 
 async def _check_restart(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Start the engine again: once while a reply is sampled, and once while a request waits."""
+    """Start the engine a second time: once while a reply is sampled, and once while a request
+    waits.
+    """
     await _publish(engine, update, 5)
     tokens = (await engine.sample(prompt, _params(6))).piece.tokens
     died = "start must end pending samples"

@@ -1,4 +1,4 @@
-"""A test that every task set must pass."""
+"""A test that every task set must pass, such as one that a user adds."""
 
 from itertools import islice
 from typing import Any
@@ -29,19 +29,21 @@ NOISE = (
         (ToolCall("no_such_tool", {}), ToolCall("", {}, error="the call is not JSON")),
     ),
 )
-"""Replies that an untrained policy may give. An environment must answer all of them."""
+"""Replies as an untrained policy may give them, which an environment must answer without an
+error.
+"""
 MAX_FORKS = 3
-"""Number of replies after each of which `check_env` forks an episode. A fork repeats all replies
-before it.
+"""Largest number of replies after which `check_env` forks an episode: an environment made anew gets
+the same replies again.
 """
 
 
 def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> None:
     """Test a task set. Raise AssertionError if it, or one of its environments, breaks its contract.
 
-    Up to `episodes` tasks are played twice with fixed replies. The environment must give the same
-    answers both times. The first task is also forked after each of its first replies: a second
-    environment gets the same replies and must give the same answers. Then it gets other replies,
+    Up to `episodes` tasks are played twice with the same replies, at most `max_turns` each. Both
+    times the environment must give the same answers. For one task, a second environment gets the
+    first one to three replies again and must give the same answers. Then it gets other replies,
     which must not change the answers of the first environment.
     """
     held_out = taskset.held_out(8)
@@ -96,9 +98,10 @@ async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list
 
 
 async def _fork(taskset: Taskset, task: Task, turns: list[Turn], at: int) -> None:
-    """Fork an episode with seed 0 after `at` replies.
+    """Test an episode with seed 0 that is forked after `at` replies.
 
-    `turns` are the episode's turns without a fork.
+    A second environment gets these replies too, and then others than the first. `turns` are the
+    turns of the episode without a fork.
     """
     parent, fork = taskset.env(task, 0), taskset.env(task, 0)
 

@@ -51,17 +51,17 @@ from unstale.testing.architectures import ARCHITECTURES, save_architecture
 from unstale.trainer import train_on
 
 NAMES = (*ARCHITECTURES, *pictures.NAMES)
-"""The architectures that can be named, with vision-language models."""
+"""Names of all architectures and vision-language models that can be tested."""
 PRECISIONS = tuple(name for name in DTYPES if name in ENGINE_DTYPES)
-"""The precisions that both the engine and the trainer have."""
+"""Names of the precisions that engine and trainer both have."""
 STEPS = {"float32": 3, "bfloat16": 3, "float16": 12}
-"""Number of training steps, each on replies that the engine samples with the newest weights. In
-float16 the first steps are skipped, until the scale of the loss is found.
+"""Precision -> number of training steps, each on replies that the engine samples with the newest
+weights. In float16 the first steps are skipped, until a scale of the loss is found.
 """
 MAX_CONTEXT = 256
 MAX_ERROR = 4.0
-"""Largest permitted error of log-probabilities, in units of plain transformers' error. Both errors
-are random. The largest ratio in the table of docs/models.md is 2.15.
+"""Largest permitted error of log-probabilities, as a multiple of the error of plain transformers.
+Both errors are random. The largest multiple in the table of docs/models.md is 2.15.
 """
 _REPLY_TOKENS = 12
 _BEGIN = "<!-- the gauntlet's table: python -m unstale.testing.gauntlet --write docs/models.md -->"
@@ -75,28 +75,33 @@ _ANSWERS = ("It is Paris.", "The last of the seven days is Sunday.", "I do not k
 
 @dataclass(slots=True)
 class Trial:
-    """The results of one model in one precision.
+    """The results of testing one model in one precision.
 
     Values that a failed trial did not reach keep their defaults.
     """
 
     trainer: str = ""
-    """How the trainer runs sequences: `packed` into one pass, or each `apart`."""
+    """`packed` if the trainer computes several sequences in one pass, `apart` if each has its
+    own.
+    """
     engine: str = ""
-    """The name of the embedded engine's code that runs the model."""
+    """The name of the embedded engine's runner for this model."""
     scored: float = float("nan")
-    """Error of the trainer's log-probabilities, in units of plain transformers' error."""
+    """Error of the trainer's log-probabilities, as a multiple of the error of plain
+    transformers.
+    """
     sampled: float = float("nan")
-    """Error of `behavior_logp`, before and after the training steps, in the same units."""
+    """Error of `behavior_logp`, in the same unit: the larger of those before and after training."""
     steps: int = 0
-    """Number of training steps after which all weights are finite. 0 if no step changed a weight.
+    """Number of training steps after which all weights were finite. 0 if training changed no
+    weight.
     """
     asked: int = 0
-    """Number of training steps that were to be made."""
+    """Number of training steps that the trial should make."""
     refused: str = ""
-    """The message with which the run refuses the model. Empty if the run accepts it."""
+    """The message of the error that refuses the model. Empty if it is accepted."""
     crash: str = ""
-    """An unexpected error, which no model should cause. Empty if there was none."""
+    """The message of another error, which no model should cause. Empty if there was none."""
 
     @property
     def passed(self) -> bool:
@@ -110,7 +115,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The trials of one model by precision: plain, and with planted activations."""
+    """The trials of one model. `plain` and `planted` map a precision to its trial.
+
+    Planted models have massive activations and an attention sink.
+    """
 
     name: str
     plain: dict[str, Trial] = field(default_factory=dict)
@@ -118,7 +126,7 @@ class Row:
 
     @property
     def failures(self) -> list[str]:
-        """The trials that did not pass."""
+        """A text for each trial that did not pass."""
         return [
             f"{self.name}, {how}, {dtype}: {trial}"
             for how, trials in (("plain", self.plain), ("planted", self.planted))
@@ -128,7 +136,7 @@ class Row:
 
 
 def run_architecture(name: str, dtypes: Sequence[str] = PRECISIONS) -> Row:
-    """Run the small models of one of the `ARCHITECTURES`, or of a vision-language model."""
+    """Test the small models of the architecture or vision-language model `name` in `NAMES`."""
     row = Row(name)
     if name in pictures.NAMES:
         with TemporaryDirectory() as folder:
@@ -148,9 +156,9 @@ def run_architecture(name: str, dtypes: Sequence[str] = PRECISIONS) -> Row:
 
 
 def run_trial(folder: Path, dtype: str, *, lr: float) -> Trial:
-    """Load, score, sample and train the model in a folder, in one precision.
+    """Load, score, sample and train the model in `folder`, in the precision `dtype`.
 
-    An error ends the trial, which then has the error's message.
+    `lr` is the learning rate. If an error ends the trial, the result has its message.
     """
     trial = Trial()
     try:
@@ -225,7 +233,7 @@ def _sample_and_train(
 
 
 class _Reference:
-    """A tested model in plain transformers, in the same precision and in float64."""
+    """The tested model in plain transformers, in the same precision and in float64."""
 
     def __init__(self, folder: Path, dtype: str, inputs: PictureInputs | None) -> None:
         self._store = inputs.store if inputs else None
@@ -241,9 +249,10 @@ class _Reference:
             model.load_state_dict(weights, strict=False)
 
     def error(self, sequences: Sequence[Sequence[int]], found: Sequence[Tensor]) -> float:
-        """Return the error of log-probabilities, in units of plain transformers' error.
+        """Return the error of log-probabilities, as a multiple of the error of plain transformers.
 
-        `found` are the log-probabilities of the last tokens of each sequence.
+        `found` has the log-probabilities of the last tokens of each sequence. Errors are measured
+        against float64.
         """
         ours, plain = [], []
         for tokens, logps in zip(sequences, found, strict=True):
@@ -259,8 +268,8 @@ class _Reference:
     def _size(self, errors: Tensor) -> float:
         """Return the root mean square of errors.
 
-        With experts the median replaces the mean, because rounding may change the choice of an
-        expert, and with it the value of some tokens.
+        With experts it is the root of their median square, because rounding may change the choice
+        of an expert, and with it the value of some tokens.
         """
         squares = errors.square()
         return float((squares.median() if self._has_experts else squares.mean()).sqrt())
@@ -268,7 +277,7 @@ class _Reference:
 
 @torch.no_grad()
 def _logps(model: PreTrainedModel, tokens: Sequence[int], store: PictureStore | None) -> Tensor:
-    """Return the log-probabilities `[T - 1]` of all tokens but the first."""
+    """Return the log-probabilities `[T - 1]` of all tokens of a sequence except the first."""
     inputs: dict[str, Any] = {"input_ids": torch.tensor([list(tokens)])}
     if store:
         inputs = pictures.plain_inputs(model, store, tokens)
@@ -277,7 +286,7 @@ def _logps(model: PreTrainedModel, tokens: Sequence[int], store: PictureStore | 
 
 
 def _prompts(policy: Policy) -> list[list[int]]:
-    """Return two prompts, with two pictures each if the policy reads pictures."""
+    """Return two prompts. If the policy reads pictures, each has two."""
     prompts: list[Any] = [
         policy.tokenizer.apply_chat_template(
             [{"role": "user", "content": question}],
@@ -295,7 +304,7 @@ def _prompts(policy: Policy) -> list[list[int]]:
 
 
 def _conversations(policy: Policy) -> list[list[int]]:
-    """Return two prompts with several answers each, which share the prompts."""
+    """Return two prompts with several answers each, as token sequences."""
     encoded = (policy.tokenizer(text, add_special_tokens=False) for text in _ANSWERS)
     answers = [list(each["input_ids"]) for each in encoded]
     return [prompt + answer for prompt in _prompts(policy) for answer in answers]
@@ -304,7 +313,7 @@ def _conversations(policy: Policy) -> list[list[int]]:
 def _sample(
     batcher: Batcher, prompts: Sequence[Sequence[int]], *, seed: int
 ) -> dict[int, FinishedReply]:
-    """Return four sampled replies to each prompt, by number.
+    """Return number -> sampled reply. Each prompt gets four replies.
 
     Reply i belongs to prompt i modulo the number of prompts.
     """
@@ -323,7 +332,7 @@ def _sample(
 def _batch(
     prompts: Sequence[Sequence[int]], replies: Mapping[int, FinishedReply], version: int
 ) -> Batch:
-    """Return sampled replies as a batch whose advantages are 1 and -1."""
+    """Return a batch of the sampled replies, with advantages of 1 and -1."""
     scored = []
     for number, reply in sorted(replies.items()):
         pieces = (
@@ -340,7 +349,9 @@ def _batch(
 
 
 def table(rows: Sequence[Row], dtypes: Sequence[str]) -> list[str]:
-    """Return the lines of a Markdown table. A cell has two figures: plain and planted."""
+    """Return the lines of a Markdown table of all models. A cell has an error of the plain model
+    and, if there is one, of the planted model.
+    """
     columns = [f"{what}, {dtype}" for what in ("scored", "sampled") for dtype in dtypes]
     head = ["model", "trainer", "engine", *columns, "trains"]
     lines = [_line(head), _line(["---"] * len(head))]
@@ -357,7 +368,7 @@ def table(rows: Sequence[Row], dtypes: Sequence[str]) -> list[str]:
 
 
 def _path(engine: str) -> str:
-    """Return the kind of code with which the embedded engine runs a model, given the code's
+    """Return the kind of code that runs a model in the embedded engine. `engine` is the runner's
     name.
     """
     if not engine.startswith("transformers"):
@@ -382,17 +393,19 @@ def _figures(row: Row, dtype: str, what: str) -> str:
 
 
 def table_in(page: str) -> list[str]:
-    """Return the lines of the table in a page. Raises ValueError if it has none."""
+    """Return the lines of the gauntlet's table in the text of a page. Raises ValueError without
+    one.
+    """
     if page.count(_BEGIN) != 1 or page.count(_END) != 1:
         raise ValueError(f"the page must have the lines {_BEGIN!r} and {_END!r} once")
     return page.partition(_BEGIN)[2].partition(_END)[0].strip().splitlines()
 
 
 def with_table(page: str, lines: Sequence[str]) -> str:
-    """Return a page in which a new table replaces the old one.
+    """Return the text of a page, with the table `lines` in place of the old table.
 
-    Rows of models that the new table lacks are kept. If the head of the table differs, because of
-    other precisions, no old row is kept.
+    Old rows of models that are not in `lines` are kept. If the heads of the tables differ, because
+    of other precisions, no old row is kept.
     """
     old = table_in(page)
     if old[:2] == list(lines[:2]):
@@ -406,12 +419,12 @@ def with_table(page: str, lines: Sequence[str]) -> str:
 
 
 def _name(line: str) -> str:
-    """Return the first cell of a line of a table: the name of a model."""
+    """Return the first cell of a line of the table: the name of a model."""
     return line.removeprefix("| ").partition(" | ")[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the gauntlet and print its table. Return 1 if a model did not end as expected."""
+    """Run the gauntlet and print its table. Return 1 if a trial did not pass, else 0."""
     parser = argparse.ArgumentParser(prog="python -m unstale.testing.gauntlet", description=__doc__)
     parser.add_argument("--architectures", nargs="*", choices=NAMES, metavar="NAME")
     parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))

@@ -1,4 +1,4 @@
-"""Small models, episodes and weight changes for tests."""
+"""Small models, episodes and changes of weights for tests."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,9 +37,9 @@ def tiny_policy(
 ) -> Policy:
     """Return a small random Qwen3 model with 64 words, on the CPU.
 
-    The model's distribution over words is not uniform. With `experts` it is a Qwen3-MoE with as
-    many experts in each layer, two of them for a token. The values of a sequence then do not depend
-    on the sequences that it is packed with.
+    The model's distribution over words is not uniform. With `experts`, it is a Qwen3-MoE with so
+    many experts in each layer, of which each token uses two. The values of a sequence then do not
+    depend on other sequences of the pass.
     """
     words = {f"w{i}": i for i in range(64)}
     inner = Tokenizer(WordLevel(words, unk_token="w0"))
@@ -87,7 +87,7 @@ def plain_logps(
     """Return the log-probability in nats of each token of one sequence, `[T]`.
 
     They are computed by a plain forward pass. The value of the first token is 0. With `kept_sets`,
-    the logits of tokens outside of each position's set are masked.
+    a token's log-probability is taken among the tokens of its set, as after truncated sampling.
     """
     row = torch.tensor([tokens], device=policy.device)
     with torch.no_grad():
@@ -110,11 +110,11 @@ def episode(
     *,
     advantage: float = 1.0,
 ) -> ScoredTrajectory:
-    """Return an episode of random tokens. `plan` divides them into context and sampled tokens.
+    """Return an episode of random tokens. `plan` lists its parts.
 
-    In the plan, `n` is n context tokens. `(n, version)` and `(n, version, clean)` are n tokens
-    sampled by a version; `clean` (default True) means without a KV cache of older weights. Tokens
-    and `behavior_logp` depend only on `number`.
+    In `plan`, `n` stands for n context tokens. `(n, version)` and `(n, version, clean)` stand for n
+    tokens sampled by a version. `clean` is False if the KV cache was of older weights; the default
+    is True. Tokens and `behavior_logp` depend only on `number` and `plan`.
     """
     noise = torch.Generator().manual_seed(number)
     pieces: list[Piece] = []
@@ -136,10 +136,10 @@ def episode(
 
 
 def with_kept_sets(item: ScoredTrajectory, *, vocab: int = 64) -> ScoredTrajectory:
-    """Return an episode whose sampled tokens have random kept sets, as after truncated sampling.
+    """Return the episode `item` with random kept sets: the tokens among which each one was sampled.
 
-    One set contains all tokens. The sets depend only on the episode's number and the position in
-    the episode.
+    One token's set contains the whole vocabulary. The sets depend only on the episode's number and
+    the place in the episode.
     """
     pieces: list[Piece] = []
     for place, piece in enumerate(item.trajectory.pieces):
@@ -158,8 +158,8 @@ def with_kept_sets(item: ScoredTrajectory, *, vocab: int = 64) -> ScoredTrajecto
 
 
 def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
-    """Add random noise of standard deviation `size` to all weights, in place of an optimizer
-    step.
+    """Add random noise of standard deviation `size` to all weights, as a substitute for an
+    optimizer step.
     """
     noise = torch.Generator().manual_seed(seed)
     moved = {
@@ -170,7 +170,7 @@ def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
 
 
 def checkpoint_round_trip(state: Any) -> Any:
-    """Write a component's state to a checkpoint. Return the state that is read back.
+    """Write the state of a component to a checkpoint, and return the state that is read back.
 
     Raises TypeError for a state that a checkpoint cannot store.
     """

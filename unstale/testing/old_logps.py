@@ -1,4 +1,4 @@
-"""Tests that every route (`OldLogps`) must pass.
+"""Tests that every route (`OldLogps`) must pass, such as one that a user adds.
 
 A route computes or estimates log-probabilities under the weights that sampled the tokens.
 """
@@ -35,13 +35,13 @@ def check_old_logps(
     lora: Lora | None = None,
     make_policy: MakePolicy | None = None,
 ) -> None:
-    """Test a route, a method to compute old log-probabilities. `make` returns new ones.
+    """Test a route, a method to compute old log-probabilities. `make` returns a new one.
 
-    Raise AssertionError if a route breaks its contract. It gets a batch with tokens of three
+    Raise AssertionError if the route breaks its contract. It gets a batch with tokens of three
     versions, some of them sampled with a KV cache of older weights. Its values may have any error,
     except where the route marks them as exact. A second test resumes a killed run from its
     checkpoint. `make_policy` returns a policy with the weights of `tiny_policy(lora=lora)`, which
-    may be divided among ranks.
+    may be divided among ranks. None uses `tiny_policy`.
     """
     whole = partial(tiny_policy, lora=lora)
     versions = _Versions(whole())
@@ -53,7 +53,7 @@ def check_old_logps(
 
 
 class _Versions:
-    """The weights of all published versions, and a policy that is not divided among ranks."""
+    """The weights of all published versions, and a whole policy to load them into."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -70,10 +70,7 @@ class _Versions:
         return {name: tensor.clone() for name, tensor in self._weights[version].items()}
 
     def policy(self, version: int) -> Policy:
-        """Return the policy with the weights of a version.
-
-        The next call of this method changes them.
-        """
+        """Return the policy with the weights of a version. It is changed by the next call."""
         self._policy.load_weights(self._weights[version])
         return self._policy
 
@@ -82,9 +79,9 @@ class _Versions:
 
 
 def _check_route(route: OldLogps, restored: OldLogps, policy: Policy, versions: _Versions) -> bool:
-    """Test a route without a crash.
+    """Test a route in a run without a crash.
 
-    Return True if the route is exact for all tokens that were sampled without a cache of older
+    Return True if it marked all tokens as exact, except those sampled with a cache of older
     weights.
     """
     assert isinstance(route.needs, Needs), "needs must be a Needs"
@@ -135,8 +132,8 @@ def _check_recovery(
 ) -> None:
     """Test a route in a run that is killed and resumed.
 
-    The checkpoint has the weights that are then published as version 3. The run is killed after the
-    publication of version 4. The resumed run publishes the checkpoint's weights as version 5,
+    The checkpoint has the weights that the run then publishes as version 3. The run is killed after
+    it has published version 4. The resumed run publishes the checkpoint's weights as version 5,
     because the numbers 3 and 4 are used.
     """
     policy = make_policy()
@@ -188,9 +185,9 @@ def _check_recovery(
 
 
 def _run_to_checkpoint(route: OldLogps, policy: Policy, published: Callable[[], None]) -> None:
-    """Publish versions 0 to 2 and train after each, up to the checkpoint.
+    """Publish versions 0 to 2 and train after each, as a run does up to its checkpoint.
 
-    The route gets only half of the tokens that version 2 sampled.
+    The route gets only half of the pieces that version 2 sampled.
     """
     for version in range(3):
         _publish(route, policy, version)
@@ -209,7 +206,9 @@ def _run_to_checkpoint(route: OldLogps, policy: Policy, published: Callable[[], 
 def _episode(
     number: int, plan: Sequence[int | tuple[int, int] | tuple[int, int, bool]]
 ) -> ScoredTrajectory:
-    """Return an episode of the plan. Every second one has kept sets, as with truncated sampling."""
+    """Return an episode as `episode` does. Those with odd numbers have kept sets, as after
+    truncated sampling.
+    """
     made = episode(number, plan)
     return with_kept_sets(made) if number % 2 else made
 
@@ -243,9 +242,7 @@ _INTERRUPTED: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = 
 def _pieces_of(
     version: int, plans: Sequence[Sequence[int | tuple[int, int] | tuple[int, int, bool]]]
 ) -> list[PendingPiece]:
-    """Return the runs of tokens that `version` sampled in these episodes, as a route receives
-    them.
-    """
+    """Return the pieces (runs of tokens) that `version` sampled in these episodes."""
     pieces = []
     for number, plan in enumerate(plans):
         trajectory = _episode(number, plan).trajectory

@@ -44,15 +44,23 @@ _TOWER: Mapping[str, Any] = {
 }
 _QWEN_TOWER = {**_TOWER, "num_heads": 2, "depth": 2, "out_hidden_size": 64}
 _SIGLIP = {**_TOWER, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
+_FIRST_QWEN = {**_TOWER, "num_heads": 2, "depth": 2, "embed_dim": 32, "mlp_ratio": 1}
 TOWERS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {**_FIRST_QWEN, "hidden_size": 64},
     "qwen2_5_vl": {**_QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3_vl": {**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     "smolvlm": _SIGLIP,
     "idefics3": _SIGLIP,
 }
-"""The sizes of the vision tower of each type of small model."""
-NAMES: Mapping[str, str] = {"Qwen3-VL": "qwen3_vl", "SmolVLM": "smolvlm"}
-"""The types of the vision-language models that docs/models.md names."""
+"""Type of a vision-language model -> sizes of its small vision encoder."""
+NAMES: Mapping[str, str] = {
+    "Qwen2-VL": "qwen2_vl",
+    "Qwen2.5-VL": "qwen2_5_vl",
+    "Qwen3-VL": "qwen3_vl",
+    "SmolVLM": "smolvlm",
+    "Idefics3": "idefics3",
+}
+"""Name in docs/models.md -> type of a vision-language model, a key of `TOWERS`."""
 _TEMPLATE = """{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
 {%- if message['content'] is string %}{{ message['content'] }}
 {%- else %}{%- for part in message['content'] %}
@@ -63,7 +71,7 @@ WORDS = ("user", "assistant", "Which", "digit", *"0123456789")
 
 
 def word_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with a few words."""
+    """Return a tokenizer whose tokens are `words` and the marks of a chat."""
     marks = ("<|pad|>", "<|im_start|>", "<|im_end|>")
     inner = Tokenizer(
         WordLevel({word: i for i, word in enumerate((*marks, *words))}, unk_token="<|pad|>")
@@ -77,9 +85,10 @@ def word_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerBase:
 def save_vision_model(
     kind: str, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None, **sizes: Any
 ) -> None:
-    """Save a small random vision-language model of a type in `TOWERS`, with its processor.
+    """Save a small random vision-language model with its processor to `folder`.
 
-    The tokenizer gets the tokens of pictures. `sizes` are those of the language model that differ.
+    `kind` is its type, a key of `TOWERS`. The tokenizer gets additional tokens for pictures.
+    `sizes` replace sizes of the language model.
     """
     tokenizer = tokenizer or word_tokenizer()
     is_qwen = kind.startswith("qwen")
@@ -117,9 +126,10 @@ def save_vision_model(
 
 
 def plain_inputs(model: Any, store: PictureStore, tokens: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments with which plain transformers computes a sequence with pictures.
+    """Return the arguments with which plain transformers computes the sequence `tokens` with
+    pictures.
 
-    Their pixels are from `store`. No picture may be in the sequence twice.
+    The pixels of the pictures are read from `store`. A picture must not be in the sequence twice.
     """
     row = torch.tensor([list(tokens)])
     is_picture = row >= FIRST
@@ -146,13 +156,13 @@ _FONT = (
     "01110 10001 10001 01110 10001 10001 01110",
     "01110 10001 10001 01111 00001 00010 01100",
 )
-"""The rows of the ten digits, 5 by 7 points."""
+"""For each digit 0 to 9: its seven rows of five points."""
 SIDE = 16
 """Width and height of a picture, in pixels."""
 
 
 def draw_digit(digit: int, random: Random) -> bytes:
-    """Return a PNG of a digit, with a place, a shade and noise of its own."""
+    """Return a PNG picture of a digit, at a random place and in a random shade, with noise."""
     import PIL.Image
 
     ink, left, top = random.randint(160, 255), random.randint(2, 3), random.randint(0, 1)
@@ -167,8 +177,9 @@ def draw_digit(digit: int, random: Random) -> bytes:
 
 
 class DigitEnv:
-    """Shows a picture of a digit. The reward is 1 if the reply begins with it, and a tenth for
-    another digit.
+    """An environment that shows a picture of a digit.
+
+    The reward is 1 if the reply begins with this digit, 0.1 for another digit, and 0 otherwise.
     """
 
     def __init__(self, digit: int, random: Random) -> None:
@@ -186,7 +197,7 @@ class DigitEnv:
 
 
 class DigitTasks(NumberedTasks):
-    """Tasks of reading a digit from a picture. All have the same text."""
+    """Tasks to read a digit from a picture. All have the same text."""
 
     name = "digits"
     tools: tuple[Mapping[str, Any], ...] = ()

@@ -1,4 +1,4 @@
-"""All states of a small environment, found by playing every sequence of given replies."""
+"""Find all states of a small environment, by playing every sequence of given replies."""
 
 from collections.abc import Sequence
 
@@ -27,12 +27,13 @@ async def tabulate(  # noqa: PLR0913 - two of them are limits
     max_turns: int = 5,
     max_episodes: int = 100_000,
 ) -> Tabular:
-    """Return a task as arrays. A state is the sequence of replies so far, an action is a reply.
+    """Return a task as arrays. A state is a sequence of replies so far, and an action is the next
+    reply.
 
-    The environment is played again from its beginning for each sequence of up to `max_turns`
-    replies, so it must answer equally each time. Episodes that are longer have no reward. Raises
-    `ValueError` if there are no replies, if more than `max_episodes` episodes may be needed, or if
-    the environment answers the same replies differently.
+    The environment is played from its start for each sequence of up to `max_turns` replies, so its
+    answers must be repeatable. An episode then ends, and its reward is that of its last turn.
+    Raises `ValueError` if there are no replies, if more than `max_episodes` episodes may be needed,
+    or if the environment answers the same replies differently.
     """
     if not replies:
         raise ValueError("at least one reply is needed")
@@ -44,7 +45,9 @@ async def tabulate(  # noqa: PLR0913 - two of them are limits
         )
     paths: list[tuple[int, ...]] = [()]
     answers: list[Turn | None] = [None]
-    """The turn in which each state was found. None for the first state."""
+    """For each state, the turn with which the environment answered its last reply. None for the
+    first.
+    """
     next_state, reward = [], []
     for state, path in enumerate(paths):  # grows meanwhile
         targets, rewards = [], []
@@ -69,7 +72,7 @@ async def tabulate(  # noqa: PLR0913 - two of them are limits
 
 
 async def _play(taskset: Taskset, task: Task, seed: int, replies: Sequence[Message]) -> list[Turn]:
-    """Return the first turn of an episode, and its turns after each of the replies."""
+    """Return the first turn of an episode, and the environment's turn after each of the replies."""
     env = taskset.env(task, seed)
     if implements(env, HasSimulatedDelays):
         env.replaying = True

@@ -1,4 +1,4 @@
-"""The interface of trainers. A trainer turns batches into optimizer steps.
+"""The interface of trainers, which turn batches of episodes into optimizer steps.
 
 The training loop, the planner and the command line use the Protocols of this file.
 `local.LocalTrainer` trains in this process, and `unstale.cluster.ranked_trainer.RankedTrainer` in
@@ -26,9 +26,9 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """The newest version number of the weights.
+        """The version number of the current weights.
 
-        This version is published already, or is the next to be.
+        This version is already published to the engines, or will be published next.
         """
         ...
 
@@ -37,73 +37,71 @@ class Trainer(Protocol):
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return the lag of each token: the batches trained between its `version` and the
-        newest.
-        """
+        """Return how many batches were trained on since each token's `version` sampled it."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights of the forward pass by name.
+        """Return the weights that forward passes use, by name.
 
-        The next optimizer step changes these tensors.
+        The next optimizer step changes them.
         """
         ...
 
     def add(self, part: Batch) -> None:
         """Add the gradient of some groups of the next batch, before the batch is complete.
 
-        `prepare` later receives the whole batch. Raises FloatingPointError if the loss is not
-        finite.
+        `prepare` later receives the whole batch, `part` included. Raises FloatingPointError if the
+        loss is not finite.
         """
         ...
 
     def prepare(self, batch: Batch) -> Sequence[Any]:
-        """Compute a batch's old log-probabilities and corrections. Divide it into optimizer steps.
+        """Compute a batch's old log-probabilities and corrections. Divide it into minibatches.
 
-        Each element of the result is a minibatch for one call of `backward`. Sequences whose
-        gradient was already added by `add` are left out.
+        Return the minibatches, one for each optimizer step, to be given to `backward`. Sequences
+        whose gradient was already added by `add` are left out.
         """
         ...
 
     def backward(self, minibatch: Any) -> None:
-        """Compute the gradient of a minibatch's loss and add it to the weights' gradients.
+        """Compute the gradient of a minibatch's loss, and add it to the weights' gradients.
 
         Raises FloatingPointError if the loss is not finite.
         """
         ...
 
     def step(self) -> None:
-        """Take an optimizer step with the gradients of `backward`.
+        """Take an optimizer step with the gradients that `backward` added.
 
-        If the gradient is not finite, take no step and raise FloatingPointError.
+        If a gradient is not finite, take no step and raise FloatingPointError.
         """
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics of the last batch, after all its steps."""
+        """Return the metrics of the last batch. Call this after all its optimizer steps."""
         ...
 
     def scatter_sample(self) -> list[dict[str, float]]:
-        """Return `log_d`, `log_s` and `lag` of some sampled tokens of the last batch, for plots.
+        """Return three values for some sampled tokens of the last batch, for plots.
 
-        `log_d` is the log-ratio between trainer and engine, `log_s` the log-ratio between newer and
-        older weights.
+        `log_d` is `old_logp - behavior_logp`, and `log_s` is `logp - old_logp`. `lag` is the number
+        of batches that the weights have been trained on since the token was sampled.
         """
         ...
 
     def tokens(self) -> Sequence[TokenValues]:
-        """Return the values of the trained tokens of the last batch, for the journal.
+        """Return values of single trained tokens of the last batch, for the run's journal.
 
-        Only the share `journal.token_share` of the batch's groups is included. Empty if the trainer
-        does not collect values.
+        Only a share of the batch's groups is included (`journal.token_share`). The result is empty
+        if the trainer does not collect values.
         """
         ...
 
 
 def train_on(trainer: Trainer, batch: Batch) -> None:
-    """Take the optimizer steps of one batch. The new weights are not published to engines.
+    """Take all optimizer steps of one batch, without publishing the new weights to engines.
 
-    The training loop makes the same calls, and publishes weights between them.
+    The training loop makes the same calls, and publishes weights after them.
     """
     for minibatch in trainer.prepare(batch):
         trainer.backward(minibatch)
@@ -111,18 +109,21 @@ def train_on(trainer: Trainer, batch: Batch) -> None:
 
 
 class AuditObserver(Protocol):
-    """The audit's methods that the training loop calls.
+    """The methods of the audit that the training loop calls.
 
-    The audit measures the error of old log-probabilities.
+    The audit measures the error of the run's old log-probabilities.
     """
 
     def on_published(self, live: Collection[int]) -> None:
         """Handle the event that every engine has loaded the newest version of the weights.
 
-        `live` are the versions that sampled tokens which are still to be trained on.
+        `live` are the versions whose sampled tokens are still to be trained on.
         """
         ...
 
     def scatter_sample(self) -> list[dict[str, float]]:
-        """Return true and estimated log-ratios of some tokens, for plots."""
+        """Return true and estimated log-ratios of some tokens, for plots.
+
+        There is one dict for each token.
+        """
         ...

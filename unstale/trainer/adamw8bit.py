@@ -1,4 +1,4 @@
-"""AdamW whose optimizer moments take one byte each."""
+"""AdamW with one byte for each of an optimizer's two moments."""
 
 import math
 from collections.abc import Iterable
@@ -13,23 +13,23 @@ from unstale.model.sharding import local, zero_rows
 BLOCK = 256
 """Number of moments that share a scale factor."""
 MIN_ROW = 64
-"""Smallest number of weights in a row whose moments are stored in 8 bits. Shorter rows have few
-weights in all, and their moments stay in float32.
+"""Rows of a weight with fewer numbers keep float32 moments. Such rows are a small share of a
+model.
 """
 _PART = 1 << 24
-"""Number of weights that are updated at a time. It limits the memory for float32 moments."""
+"""Number of weights that are updated at a time. It limits the memory for moments in float32."""
 _EXPONENTS = 7
 _MOMENTS = {"mean": True, "deviation": False}
-"""The two moments of a weight. The value is True if the moment may be negative."""
+"""The two moments of a weight. The value is True if numbers of this moment may be negative."""
 
 
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit moments in blocks, each with a float32 scale (arXiv 2110.02861).
 
     The second moment is stored as its root, because the square of a small number would be rounded
-    to 0. A row is one index of a weight's first dimension. A block is within a row, so ranks that
-    divide the rows of a weight have the blocks of one process. Weights with short rows, such as
-    those of norms, have float32 moments.
+    to 0. A row is one index of a weight's first dimension. A block never crosses a row. So ranks
+    that divide a weight by rows have the same blocks as a single process. Weights with short rows,
+    such as those of norms, have float32 moments.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     _update(weight, state, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load a state, whose 8-bit codes torch has cast to the dtype of the weights."""
+        """Load a state, and restore 8-bit codes that torch has cast to the dtype of the weights."""
         super().__setstate__(state)
         for values in self.state.values():
             for name in _MOMENTS:
@@ -65,15 +65,15 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 class _Moment(NamedTuple):
-    """This rank's part of one optimizer moment (mean or root of the variance) of a weight."""
+    """This rank's part of one moment of a weight: the mean, or the root of the variance."""
 
     values: Tensor
-    """8-bit codes. If there is no `scale`, float32 numbers."""
+    """8-bit codes, or float32 numbers if there is no `scale`."""
     scale: Tensor | None
     levels: Tensor
 
     def read(self, rows: slice) -> Tensor:
-        """Return the moments of some rows of the weight in float32, `[rows, N]`."""
+        """Return the moments of some rows of the weight as float32, `[rows, N]`."""
         if self.scale is None:
             return self.values[rows].flatten(1)
         codes = self.values[rows].flatten(1)
@@ -82,10 +82,7 @@ class _Moment(NamedTuple):
         return (blocks * self.scale[rows][..., None]).flatten(1)[:, :width]
 
     def write(self, rows: slice, numbers: Tensor) -> None:
-        """Store the moments of some rows, rounded to the nearest of the 256 levels of their block.
-
-        The scale of a block is its largest absolute value.
-        """
+        """Store the moments of some rows, each rounded to the nearest of 256 levels."""
         target = self.values[rows]
         if self.scale is None:
             target.copy_(numbers.view_as(target))
@@ -122,7 +119,6 @@ def _levels(device: torch.device, *, signed: bool) -> Tensor:
 
 
 def _scale(moment: str) -> str:
-    """Return the key of a moment's scale factors in the optimizer's state."""
     return f"{moment}_scale"
 
 

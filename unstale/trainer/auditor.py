@@ -1,8 +1,8 @@
 """The audit: measure the error of the run's old log-probabilities during training.
 
 A route is the method by which a run obtains old log-probabilities. The auditor computes those of a
-share of every batch again, with full copies of the weights that sampled the tokens. It keeps its
-own copies, so that errors in the route's copies are found.
+share of every batch again, with full copies of the weights that sampled the tokens. It has its own
+copies, so that it also finds errors in the route's copies.
 """
 
 import time
@@ -27,38 +27,37 @@ from unstale.trainer.rules import LossSpec
 from unstale.weights.recording import RecordedBatch, Recording
 
 WINDOW = 4096
-"""Number of recent audited tokens from which the shares of leaks and of agreement are estimated. A
-single step has too few tokens.
+"""Number of recent audited tokens from which most metrics are estimated, because a single step has
+too few tokens.
 """
 MAX_POINTS = 64
 """Largest number of points (log D, log S) that one step stores for plots. They are evenly spaced
-over its audited tokens. D is the discrepancy, S the staleness ratio (docs/glossary.md).
+over its audited tokens. D is the ratio of trainer to engine under the same weights, S that of the
+current to the old policy.
 """
 NOISE_SEQUENCES = 4
 """Number of sequences whose log-probabilities are computed again in another packing, to measure
 numerical noise.
 """
 SHIFT = 0.6180339887
-"""Each audit moves the indices of the audited sequences by this share of their distance. It is the
-golden ratio minus 1: the fractional parts of its multiples are evenly spread after any number of
-audits.
+"""The audited sequences of a batch are evenly spaced. Each audit moves them by this share of their
+distance, to audit others than the last time. This is the golden ratio minus 1: the fractional parts
+of its multiples are evenly spread after any number of audits.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """The result of an audit of N tokens: which ones the correction drops and the objective
-    clips.
-    """
+    """N audited tokens, with the decisions of correction and objective for each of them."""
 
     tokens: Tokens
     dropped: Tensor
-    """`[2, N]` bool: True for tokens that the correction drops. Row 0 uses the route's old
-    log-probabilities, row 1 the true ones.
+    """`[2, N]` bool: True for tokens that the correction drops. Row 0 is the result with the run's
+    old log-probabilities, row 1 with the true ones.
     """
     clipped: Tensor
-    """`[2, N]` bool: True for tokens that the objective clips. Row 0 uses the route's old
-    log-probabilities, row 1 the true ones.
+    """`[2, N]` bool: True for tokens that the objective clips. Row 0 is the result with the run's
+    old log-probabilities, row 1 with the true ones.
     """
 
 
@@ -66,8 +65,8 @@ class Audited:
 class Truth:
     """A batch with its true old log-probabilities: those under the weights that sampled each token.
 
-    `version` and `logp` are the policy's version and log-probabilities before the first optimizer
-    step on the batch.
+    `version` and `logp` are the version and the log-probabilities of the policy before the first
+    optimizer step on the batch.
     """
 
     batch: Batch
@@ -77,12 +76,12 @@ class Truth:
     version_gaps: VersionGaps = ()
 
     def compare(self, prox: Tensor, rules: LossSpec) -> Audited:
-        """Compare the route's old log-probabilities `prox` `[T]` with the true ones.
+        """Compare the run's old log-probabilities `prox` `[T]` with the true ones.
 
-        Tokens without a true value are left out (`has_clean_behavior` is False). If a ratio is
-        aggregated over several tokens, the route's values replace missing true values in it, and
-        a token that episodes share has the values of the one that sampled it, which must be in the
-        batch.
+        Tokens without a true value are left out (those for which `has_clean_behavior` is False). If
+        a ratio is aggregated over several tokens, the run's values replace missing true values in
+        it. A token that several episodes share has the values of the episode that sampled it, which
+        must be in the batch.
         """
         batch, where = self.batch, has_clean_behavior(self.batch)
         both = [prox, torch.where(where, self.old_logp, prox)]
@@ -101,7 +100,7 @@ class Truth:
 
 
 def join(parts: Sequence[Audited]) -> Audited:
-    """Join the audits of several batches into one."""
+    """Join the audited tokens of several batches."""
     return Audited(
         audit.join([part.tokens for part in parts]),
         torch.cat([part.dropped for part in parts], 1),
@@ -112,8 +111,8 @@ def join(parts: Sequence[Audited]) -> Audited:
 def figures(audited: Audited, noise: float) -> dict[str, float | None]:
     """Return the audit's metrics by name: mean error, leaks, agreement, with standard errors.
 
-    docs/old-logps.md explains them. A metric is None if there are too few tokens to estimate it, or
-    if the ratios vary too little.
+    docs/old-logps.md explains them. `noise` is the numerical noise of a log-probability, in nats. A
+    metric is None if there are too few tokens to estimate it, or if the ratios vary too little.
     """
     tokens = audited.tokens
     leaks = audit.leaks(tokens, noise=noise)
@@ -130,7 +129,7 @@ def figures(audited: Audited, noise: float) -> dict[str, float | None]:
 def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
     """Return an estimate as the metric `name`, and its standard error as the metric `{name}_se`.
 
-    Both are None without an estimate.
+    Both are None if `estimate` is None.
     """
     return {
         name: estimate.value if estimate else None,
@@ -139,9 +138,9 @@ def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
 
 
 def score_truth(scorer: Scorer, batch: Batch) -> Scored:
-    """Return the log-probability of each sampled token under the weights that sampled it, `[T]`.
+    """Return the log-probability `[T]` of each sampled token under the weights that sampled it.
 
-    A token sampled after a context that the engine had cached with older weights has no such value.
+    A token is left out if the engine's cache of its context came from older weights.
     """
     return scorer.score_versions(batch, has_clean_behavior(batch))
 
@@ -150,9 +149,9 @@ def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | Non
     """Return the numerical noise of log-probabilities, in nats.
 
     This is the root mean square of their change when sequences are packed differently. `logp` `[T]`
-    are the scorer's values for this batch and version. Those of some sequences are computed again,
-    each sequence in its own pass and only up to its middle. The result is at least the rounding
-    error of the dtype.
+    are the scorer's values for the batch under `version` (None: the current one). Those of some
+    sequences are computed again, each sequence in its own pass and only up to its middle. The
+    result is at least the rounding error of the dtype.
     """
     errors = []
     for number in spread(batch.num_sequences, NOISE_SEQUENCES, shift=0.0):
@@ -170,8 +169,7 @@ def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | Non
 def spread(count: int, wanted: int, *, shift: float) -> list[int]:
     """Return `wanted` evenly spaced indices below `count`, or all of them if there are fewer.
 
-    `shift` (0 to 1) moves all indices by this share of their distance, so that consecutive audits
-    do not choose the same indices.
+    `shift` (0 to 1) moves all indices by this share of their distance.
 
     >>> spread(10, 3, shift=0.0), spread(10, 3, shift=0.9), spread(2, 5, shift=0.5)
     ([0, 3, 6], [3, 6, 9], [0, 1])
@@ -181,7 +179,7 @@ def spread(count: int, wanted: int, *, shift: float) -> list[int]:
 
 
 class Auditor:
-    """An observer that measures the error of the route's old log-probabilities.
+    """An observer of training that measures the error of the run's old log-probabilities.
 
     It audits a share of each batch's sequences. If `recording` is set, it also writes every version
     and batch to disk for `unstale audit`.
@@ -196,7 +194,7 @@ class Auditor:
         share: float,
         is_bitwise: bool = False,
     ) -> None:
-        """Create the auditor of the route `old`, which computes old log-probabilities.
+        """Create the auditor of `old`, the route (method) that computes old log-probabilities.
 
         `scorer` must not be the scorer that the route uses. `share` is the share of a batch's
         sequences that are audited. With `is_bitwise`, `look` raises NotBitwise if a true
@@ -215,7 +213,10 @@ class Auditor:
         self._seconds = 0.0
 
     def on_published(self, live: Collection[int]) -> None:
-        """Keep a copy of the current weights, and drop the versions that are not in `live`."""
+        """Keep a copy of the current weights, and drop versions that are not in `live`.
+
+        `live` are the versions whose sampled tokens are still to be trained on.
+        """
         if self.recording:
             self.recording.version(self._scorer.version, self._scorer.whole_weights())
         if self._share:
@@ -225,11 +226,11 @@ class Auditor:
             self._seconds += time.perf_counter() - began
 
     def look(self, batch: Batch, old_logp: Tensor) -> dict[str, float]:
-        """Return metrics of the error of the route's `old_logp` `[T]` for a batch.
+        """Return metrics of the error of the run's `old_logp` `[T]` for a batch.
 
-        Called before the first optimizer step on the batch. `old_logp` is empty if the route
-        computes its values in every training pass. The auditor then asks the route for them.
-        Metrics that cannot be estimated from the data are left out.
+        Called before the first optimizer step on the batch. `old_logp` is empty if the route (the
+        method that computes it) does so in every training pass. The auditor then asks the route for
+        the values. Metrics that cannot be estimated from the data are left out.
         """
         self._steps += 1
         scorer = self._scorer
@@ -265,10 +266,10 @@ class Auditor:
         }
 
     def scatter_sample(self) -> list[dict[str, float]]:
-        """Return lag, log D and log S of some audited tokens, for plots.
+        """Return lag (in batches), log D and log S of some audited tokens, for plots.
 
-        D is the discrepancy, S the staleness ratio. Both are given twice: with the route's values,
-        and with the true values.
+        D is the ratio of trainer to engine under the same weights, S that of the current to the old
+        policy. Both are given twice: with the run's old log-probabilities, and with the true ones.
         """
         if not self._window:
             return []
@@ -300,7 +301,7 @@ class Auditor:
         )
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Read from disk the past weights that tokens in `past` need and that the checkpoint lacks.
+        """Read weights of past versions from disk that the checkpoint does not have.
 
         `past` has, by version, the sampled tokens that no batch has contained yet.
         """
@@ -329,9 +330,9 @@ class Auditor:
 
 
 class Copies:
-    """Full copies of the weights of past versions.
+    """Full copies of the weights of past versions, kept by the auditor.
 
-    The auditor uses them instead of the run's version store, so that it finds errors of that store.
+    It does not use the run's version store, so that it finds errors of that store.
     """
 
     encode_s = 0.0

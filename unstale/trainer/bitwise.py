@@ -1,4 +1,4 @@
-"""The check of a run with `engine.bitwise`: equal log-probabilities in engine and trainer."""
+"""The check of a run with `engine.bitwise`: engine and trainer have equal log-probabilities."""
 
 from functools import partial
 from typing import Any
@@ -10,18 +10,19 @@ from unstale.algorithms.corrections import has_behavior
 from unstale.records import Batch
 
 COMPARED = "trainer/bitwise_tokens"
-"""Metric: the number of comparisons of a token's log-probability with the engine's in a batch. A
-token may be compared twice.
+"""Name of a metric: how often a log-probability of a batch was compared with the engine's. A token
+may be compared twice.
 """
 
 
 class NotBitwise(ValueError):
-    """Error: the engine and the trainer computed different log-probabilities of a token."""
+    """Error: engine and trainer computed different log-probabilities of a token."""
 
     def __init__(self, name: str, value: float, behavior: float, **place: int) -> None:
-        """`value` is the trainer's log-probability, `behavior` the engine's.
+        """Create the error for the trainer's log-probability `value` and the engine's, `behavior`.
 
-        `place` is the `episode`, the `token` in its sequence, and the `version`.
+        `name` is what the trainer's value is called in the message. `place` has the numbers
+        `episode`, `token` (in its sequence) and `version`.
         """
         super().__init__(
             f"engine.bitwise: {name} is {value:.9g} and behavior_logp is {behavior:.9g} at token "
@@ -32,18 +33,17 @@ class NotBitwise(ValueError):
         self.name, self.value, self.behavior, self.place = name, value, behavior, place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return all arguments, not only the message, so that pickle can copy the error."""
         return partial(type(self), self.name, self.value, self.behavior, **self.place), ()
 
 
 def require_equal(batch: Batch, name: str, logp: Tensor, where: Tensor) -> int:
-    """Compare the trainer's log-probabilities with the engine's.
+    """Check that the trainer's log-probabilities equal the engine's, bit for bit.
 
-    Return the number of compared tokens. Raises NotBitwise at the first token that differs. `logp`
-    `[T]`, called `name` in the message, has the trainer's log-probabilities of the tokens in
-    `where`, under the weights that sampled them. Tokens that the engine sampled in another context,
-    or not at all, are left out. So are replayed tokens, which may come from a run without
-    `engine.bitwise`.
+    `logp` `[T]` are the trainer's values for the tokens in the mask `where`, under the weights that
+    sampled them, and `name` is what they are called in the message. Tokens that the engine sampled
+    in another context, or not at all, are left out. So are replayed tokens, which may come from a
+    run without `engine.bitwise`. Return the number of compared tokens. Raises NotBitwise at the
+    first token that differs.
     """
     where = where & batch.fresh & has_behavior(batch.provenance)
     bad = (where & (logp != batch.behavior_logp)).nonzero()

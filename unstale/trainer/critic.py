@@ -5,11 +5,11 @@
     step()          change the critic's weights
 
 A forecast is a linear function of the last hidden state before an action, divided by its norm.
-Least squares find this function, the head, from all batches so far, so it needs no learning rate.
-The forecasts of a batch come from the newest weights, those from which its optimizer steps start,
-whatever version sampled a token. They are computed once and do not depend on the rewards of the
-batch, so with lambda 1 they are a baseline that does not bias the gradient. Corrections of D and
-the objective on S act on the policy's loss as with any other advantage.
+Least squares find this function (the head) from all batches so far, so it needs no learning rate.
+All forecasts of a batch come from the weights before its first optimizer step, whatever version
+sampled a token. They do not depend on the rewards of the batch. So with lambda 1 they are a
+baseline that does not bias the gradient. Corrections and objective treat these advantages like any
+others.
 """
 
 import math
@@ -35,16 +35,16 @@ from unstale.trainer.weight_update import WeightUpdate
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """The critic's forecasts for a batch, and their training targets.
+    """The critic's forecasts for a batch, and the targets to which it is trained.
 
     Tensors are `[T]` on the CPU.
     """
 
     starts: Tensor
-    """True for the first token of each action. A forecast is made before it."""
+    """True for the first token of each action. The critic makes a forecast before it."""
     value: Tensor
-    """The forecast at each action's first token, made before the batch's optimizer steps. 0
-    elsewhere.
+    """The forecast at the first token of each action, made before the batch's optimizer steps. 0
+    for other tokens.
     """
     target: Tensor
 
@@ -53,16 +53,19 @@ class Forecasts:
 
 
 _RIDGE = 3e-3
-"""Penalty on the squares of the head's weights, beside the mean squared error of a batch. In the
-environment `retail`, penalties from a tenth to ten times as large forecast as well.
+"""Penalty on the squares of the head's weights, added to the mean squared error of a batch. In the
+environment `retail`, penalties from a tenth to ten times this one gave equally good forecasts.
 """
 
 
 class Critic:
-    """A linear head on hidden states, and the layers below if they are its own."""
+    """A linear head on the policy's hidden states, or on those of a model of its own."""
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
-        """Create a critic that forecasts 0. Raises ConfigError for a model without a plain head."""
+        """Create a critic whose forecasts are 0.
+
+        Raises ConfigError if the model's output head is more than one linear map.
+        """
         if not policy.has_plain_head:
             raise ConfigError(
                 f"advantage.estimator = gae cannot read the hidden states of "
@@ -80,16 +83,19 @@ class Critic:
         width = policy.model.config.get_text_config().hidden_size
         kind: Any = {"dtype": torch.float64, "device": policy.device}
         self._head = torch.zeros(width + 1, **kind)
-        """The head: a weight for each hidden feature, and a constant."""
+        """The linear head: a weight for each hidden feature, and a constant."""
         self._squares = torch.zeros(width + 1, width + 1, **kind)
-        """For each pair of features: the weighted sum, over optimizer steps, of their mean product.
+        """For each pair of features: their mean product in a batch, summed over steps with weights
+        that decrease with age.
         """
         self._products = torch.zeros_like(self._head)
-        """For each feature: the weighted sum of the mean product of feature and target."""
+        """For each feature: the mean product with the target, summed over steps as in
+        `_squares`.
+        """
         self._new = [torch.zeros_like(each) for each in (self._squares, self._products)]
-        """What this rank adds to `_squares` and `_products` at the next optimizer step."""
+        """What this rank will add to `_squares` and `_products` at the next optimizer step."""
         self._pass: list[tuple[Tensor, Tensor]] = []
-        """What the last pass adds to `_squares` and `_products`, if it counts."""
+        """What the last forward pass adds to `_new`, unless another rank adds the same."""
         self._steps = 0
         self.metrics: dict[str, float] = {}
         """The critic's metrics for the last batch."""
@@ -99,10 +105,10 @@ class Critic:
         return cls(policy, config) if config.advantage.estimator == "gae" else None
 
     def credit(self, batch: Batch) -> tuple[Batch, Forecasts, int]:
-        """Compute forecasts and advantages of a batch.
+        """Compute the critic's forecasts and the advantages of a batch.
 
-        Return the batch with these advantages, its forecasts, and the number of tokens in forward
-        passes.
+        Return the batch with these advantages, its forecasts, and the number of tokens in the
+        forward passes that this took.
         """
         options = self._advantage
         sequence = batch.sequence
@@ -137,10 +143,9 @@ class Critic:
 
     @contextmanager
     def reading(self) -> Iterator[list[Tensor]]:
-        """Return a context that collects hidden states of the policy's passes in a list, for
-        `loss`.
+        """Return a context with a list, to which passes append hidden states for `loss`.
 
-        The list stays empty if the critic has layers of its own.
+        The list stays empty if the critic has a model of its own.
         """
         if self._own:
             yield []
@@ -153,9 +158,9 @@ class Critic:
     ) -> Tensor:
         """Return the critic's loss on some sequences of a minibatch, a scalar with a gradient.
 
-        It is the mean over the minibatch's actions. `part` has the sequences. `states` are the
-        hidden states before their sampled tokens, and `index` is the position in the minibatch of
-        each token of `part`.
+        The loss is a mean over the minibatch's actions. `part` has the sequences, and `index` the
+        position of each of their tokens in the minibatch. `states` has the policy's hidden states
+        before their sampled tokens.
         """
         here = minibatch.select(index)
         where = part.sampled.clone()
@@ -178,9 +183,10 @@ class Critic:
         return loss.sum() / count
 
     def collect(self, scale: float, *, counts: bool) -> None:
-        """Add the sums and the gradients, multiplied by `scale`, of the last backward pass.
+        """Keep the sums and the gradients of the last forward pass for `step`.
 
-        With `counts` False, another rank adds the same sums, and the gradients of this rank are 0.
+        The gradients are multiplied by `scale`. With `counts` False, the sums are dropped, because
+        another rank adds the same ones.
         """
         for new in self._pass if counts else ():
             for total, each in zip(self._new, new, strict=True):
@@ -192,8 +198,8 @@ class Critic:
     def step(self, *, is_skipped: bool) -> None:
         """Change the critic's weights. All ranks must call this.
 
-        With `is_skipped` no weight changes. Raises FloatingPointError if the states, the targets or
-        the gradient are not finite.
+        With `is_skipped`, no weight changes. Raises FloatingPointError if hidden states, targets or
+        gradients are not finite.
         """
         squares, products = map(self._peers.sum, self._new)
         norm = self._weights.clip(self._clip_norm) if self._weights else 0.0
@@ -242,9 +248,7 @@ class Critic:
         return _features(states) @ self._head
 
     def _describe(self, value: Tensor, target: Tensor) -> None:
-        """Compute the critic's metrics of a batch from its forecasts and their targets, `[n]`
-        each.
-        """
+        """Compute the critic's metrics from a batch's n forecasts and their targets, `[n]` each."""
         error = (target - value).square().mean()
         spread = target.var(correction=0)
         unexplained = (target - value).var(correction=0) / spread
@@ -259,8 +263,9 @@ class Critic:
 def token_rewards(batch: Batch) -> Tensor:
     """Return the reward that follows each token, `[T]` in float64.
 
-    The reward of a turn follows its last token, and that of the episode the last sampled token of
-    each of its sequences. Raises ValueError if a sequence has another number of turns than rewards.
+    The reward of a turn follows the turn's last token. The reward of the episode follows the last
+    sampled token of each of its sequences. Raises ValueError if a sequence has turn rewards, but
+    not one for each turn.
     """
     rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
     for i, (start, end) in enumerate(batch.spans()):
@@ -281,18 +286,17 @@ def token_rewards(batch: Batch) -> Tensor:
 
 
 def _features(states: Tensor) -> Tensor:
-    """Return `[R, H + 1]`: states divided by their norms, and ones."""
+    """Return the critic's features `[R, H + 1]`: states divided by their norms, and ones."""
     return F.pad(F.normalize(states.double(), dim=-1), (0, 1), value=1.0)
 
 
 def _scale_gradient(states: Tensor, factor: float) -> Tensor:
-    """Return hidden states with equal values, whose gradient is multiplied by `factor`."""
     held = states.detach()
     return held + factor * (states - held) if factor else held
 
 
 def _trained_copy(policy: Policy) -> Policy:
-    """Return a copy of the policy with its own trainable weights."""
+    """Return a copy of the policy, with its own weights and the same trainable parameters."""
     copied = policy.twin()
     trained = {name for name, each in policy.model.named_parameters() if each.requires_grad}
     for name, parameter in copied.model.named_parameters():

@@ -10,7 +10,8 @@ from unstale.weights.recording import WENT_WRONG, FailedStep
 def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
     """Save the last batch and the trainer's weights in `folder`. Return a message for the terminal.
 
-    All ranks of a trainer must call this function. The first rank writes, and the others return "".
+    All ranks of a trainer must call this function. Only the first rank writes. The others return
+    "".
     """
     failed = trainer.failed_batch
     if failed is None:

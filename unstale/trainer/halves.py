@@ -1,4 +1,4 @@
-"""The gradients of the two halves of a step's groups, to estimate the noise of the gradient."""
+"""An estimate of gradient noise, from the gradients of two halves of a step's groups."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from unstale.records import Batch, group_of
 
 
 class GradientNoiseScale:
-    """An estimate of gradient noise from the gradients of the two halves of a step's groups.
+    """An estimator of the gradient's noise from the gradients of two halves of a step's groups.
 
     The gradient of a step is a sum over groups, which are independent of each other. Episodes of
     one group are not, because their rewards are compared with each other.
@@ -21,10 +21,10 @@ class GradientNoiseScale:
         self._first: dict[str, Tensor] = {}
 
     def split(self, batch: Batch, members: Sequence[int]) -> list[list[int]]:
-        """Divide the sequences `members` (indices) into two halves: every second group, and the
-        rest.
+        """Divide sequences into two halves: those of every second group, and the rest.
 
-        A half may be empty. Raises ValueError if the groups of the batch are unknown.
+        `members` are the indices of the sequences in the batch. A half may be empty. Raises
+        ValueError if the batch does not say which group a sequence belongs to.
         """
         group = group_of(batch).tolist()
         numbers = {number: i for i, number in enumerate(dict.fromkeys(group[i] for i in members))}
@@ -33,19 +33,15 @@ class GradientNoiseScale:
         return [[i for i in members if numbers[group[i]] % 2 == half] for half in (0, 1)]
 
     def keep_first(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the gradients of the weights.
-
-        Call it after the backward passes of the first half.
-        """
+        """Copy the gradients of the weights, after the backward passes of the first half."""
         self._first = {name: w.grad.clone() for name, w in weights.items() if w.grad is not None}
 
     def noise(self, weights: Mapping[str, Tensor]) -> float:
-        """Return an estimate of the total variance of the weights' gradient.
+        """Return an estimate of the variance of the whole gradient, summed over all weights.
 
         The estimate is m k |a / m - b / k|^2, where a and b are the gradients of halves with m and
-        k groups. It has no bias if the groups are drawn independently: then the gradient is a sum
-        of m + k independent terms of one variance. NaN with fewer than two groups. The copy of the
-        first half's gradient is freed.
+        k groups. It is unbiased if the groups are drawn independently. The result is NaN with fewer
+        than two groups. The copy of the first half's gradient is freed.
         """
         (m, k), first = self._sizes, self._first
         self._sizes, self._first = (0, 0), {}

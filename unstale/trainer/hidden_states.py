@@ -7,7 +7,7 @@ from unstale.records import Batch
 
 
 def last_tokens(batch: Batch, count: int) -> Tensor:
-    """Return a mask `[T, 2]` of the last `count` tokens of each prompt and of each reply, bool.
+    """Return a mask `[T, 2]` bool of the last `count` tokens of each prompt and of each reply.
 
     Column 0 marks tokens of prompts, column 1 tokens of replies. A prompt is the text before the
     first reply of a sequence.
@@ -26,7 +26,7 @@ def last_tokens(batch: Batch, count: int) -> Tensor:
 
 
 def statistics(entropy: Tensor, batch: Batch) -> Tensor:
-    """Return mean, standard deviation and maximum of each sequence's entropies, `[n, 3]`.
+    """Return mean, deviation and maximum of the entropies of each of n sequences, `[n, 3]`.
 
     `entropy` is `[T]`, and only sampled tokens count. A sequence without sampled tokens has NaN.
     """

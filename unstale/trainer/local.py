@@ -51,7 +51,7 @@ from unstale.trainer.weight_update import WeightUpdate
 
 
 class LocalTrainer:
-    """A trainer in this process. It has the whole model and optimizer, or one rank's shard of both.
+    """A trainer in this process. It has the whole model and optimizer, or one rank's part of both.
 
     A float32 policy is optimized directly. For a bfloat16 or float16 policy, the optimizer changes
     float32 weights, which are rounded into the policy after every step (`trainer.rounding`).
@@ -67,7 +67,11 @@ class LocalTrainer:
         *,
         techniques: Techniques = NO_TECHNIQUES,
     ) -> None:
-        """Create the optimizer. `audit` is called before the first optimizer step on a batch."""
+        """Create the trainer and its optimizer.
+
+        `old` computes old log-probabilities. `audit` is called before the first optimizer step on a
+        batch. It measures the error of the batch's `old_logp`, and returns metrics.
+        """
         self.policy = policy
         self.config = config.trainer
         self.rules = LossSpec(config.correction, config.objective, techniques)
@@ -81,8 +85,8 @@ class LocalTrainer:
         self.skips_zero_advantage = not (
             self.rules.trains_zero_advantage or techniques.controllers or self.critic
         )
-        """True if sequences whose advantages are all 0 need no forward and backward pass. It is
-        False with a controller, which sees all sequences, and with a critic, which learns from all.
+        """True if sequences whose advantages are all 0 get no forward and backward pass. It is
+        False with a technique's controller or a critic, because these use all sequences.
         """
         self._critic_steps = config.critic.warmup_steps if self.critic else 0
         self._bitwise = config.engine.bitwise
@@ -103,19 +107,19 @@ class LocalTrainer:
         self._metrics = StepMetrics()
         self._added = AddedParts()
         self.divisor = 0
-        """The divisor of the loss, over all sequences counted so far. Used only with
-        `trainer.stream`.
+        """With `trainer.stream`: the divisor of the loss, for the sequences counted so far.
+        Otherwise 0.
         """
         self._whole_minibatch: Minibatch | None = None
-        """The minibatch of the whole batch, if parts of the batch were added before it was
-        complete. Otherwise None.
+        """All sequences of a batch of which some parts were trained on before it was complete.
+        Otherwise None.
         """
         self._groups_per_batch = config.schedule.groups_per_step
         self._cpu_s = time.process_time()
 
     @property
     def failed_batch(self) -> FailedBatch | None:
-        """The data of the current step, to be saved if a number is not finite.
+        """The data of the current step, which is saved if a number is not finite.
 
         None before a step.
         """
@@ -135,17 +139,16 @@ class LocalTrainer:
         return self.policy.weights()
 
     def hidden_states(self, batch: Batch, query: StatesQuery) -> HiddenStates:
-        """Return the hidden states that `query` asks for, of a batch under the current weights."""
+        """Return the hidden states of a batch, under the current weights, that `query` asks for."""
         return self.scoring.hidden_states(batch, query)
 
     def prepare(self, batch: Batch) -> Sequence[Minibatch]:
-        """Compute a batch's old log-probabilities and corrections. Divide it into optimizer steps.
+        """Compute a batch's old log-probabilities and corrections. Divide it into minibatches.
 
-        With `trainer.epochs_per_batch`, the same minibatches come several times.
-
-        Sequences that cannot have a gradient count in the loss's divisor, but get no forward pass.
-        Sequences whose gradient was added by `add` are left out. Raises ValueError if the batch has
-        no sampled token, or lacks a part that was added.
+        Return one minibatch for each optimizer step. With `trainer.epochs_per_batch`, the same
+        minibatches come several times. Sequences that cannot have a gradient count in the loss's
+        divisor, but need no forward pass. Sequences whose gradient was added by `add` are left out.
+        Raises ValueError if the batch has no sampled token, or lacks a part that was added.
         """
         began = time.perf_counter()
         added, self._added = self._added, AddedParts()
@@ -178,7 +181,7 @@ class LocalTrainer:
     def backward(self, minibatch: Minibatch) -> None:
         """Add the gradient of a minibatch's loss to the weights' gradients.
 
-        The gradient does not depend on the size of microbatches.
+        How the minibatch is divided into microbatches does not change the gradient.
         """
         self._metrics.num_steps += 1
         self._run(minibatch)
@@ -186,9 +189,9 @@ class LocalTrainer:
     def add(self, part: Batch) -> None:
         """Add the gradient of some groups of the next batch, before the batch is complete.
 
-        The weights do not change before `step`, which applies the divisor of the loss. A part
-        without a gradient is left to `prepare`. Raises FloatingPointError if the loss is not
-        finite. The method needs `trainer.stream`.
+        This needs `trainer.stream`. The weights do not change before `step`, which applies the
+        divisor of the loss. A part without a gradient is left to `prepare`. Raises
+        FloatingPointError if the loss is not finite.
         """
         began = time.perf_counter()
         if not self._added:
@@ -218,9 +221,9 @@ class LocalTrainer:
         self.scoring.num_compared = 0
 
     def _count(self, batch: Batch) -> list[int]:
-        """Count the tokens of a batch.
+        """Count a batch's tokens for the metrics.
 
-        Return the indices of its sequences that can have a gradient.
+        Return the indices of sequences that can have a gradient.
         """
         self._metrics.tokens.begin(batch, route=self._route)
         self._metrics.count(batch)
@@ -231,8 +234,9 @@ class LocalTrainer:
     ) -> tuple[Batch, Tensor, list[Minibatch]]:
         """Compute old log-probabilities, corrections and divisors for optimizer steps.
 
-        `steps` has the indices of each step's sequences. Only the sequences `members` get forward
-        passes. Return these sequences, their `old_logp` `[T]`, and the minibatch of each step.
+        `steps` has the indices of each step's sequences. Only the sequences with the indices
+        `members` get forward passes. Return these sequences, their `old_logp` `[T]`, and the
+        minibatch of each step.
         """
         scoring, metrics = self.scoring, self._metrics
         if self.rules.uses_sequences:
@@ -276,7 +280,7 @@ class LocalTrainer:
         return scored, old.old_logp, minibatches
 
     def _run(self, minibatch: Minibatch) -> None:
-        """Run the forward and backward passes of a minibatch, or of an added part of one."""
+        """Run the forward and backward passes of a minibatch, or of a part that `add` adds."""
         began = time.perf_counter()
         metrics = self._metrics
         self.scoring.failed_batch = FailedBatch("step", minibatch)
@@ -297,9 +301,9 @@ class LocalTrainer:
     def _add_gradient(
         self, minibatch: Minibatch, members: Sequence[int], passes: StepMetrics
     ) -> None:
-        """Add the gradient of the loss on some sequences, in microbatches.
+        """Add the gradient of the loss on some sequences of a minibatch, in microbatches.
 
-        `passes` receives the metrics.
+        `members` are the indices of the sequences. The metrics are added to `passes`.
         """
         batch = minibatch.batch
         all_spans = batch.spans()
@@ -369,7 +373,7 @@ class LocalTrainer:
     def _update(self, *, is_skipped: bool) -> None:
         """Let the optimizer change the weights, and round them into the policy.
 
-        A skipped step changes no weights.
+        If skipped, do neither.
         """
         if is_skipped:
             self._metrics.skipped_steps += 1
@@ -381,15 +385,13 @@ class LocalTrainer:
             self._metrics.add_moved(self._peers.sum(moved))
 
     def _keep_whole(self) -> None:
-        """Store the data of all added parts, because each may have caused a non-finite gradient."""
+        """Keep all added parts for `failed_batch`, if the gradient is not finite."""
         assert self.failed_batch
         minibatch = self._whole_minibatch or self.failed_batch.minibatch
         self.scoring.failed_batch = FailedBatch("step", minibatch, max(1, self.divisor))
 
     def _apply_divisor(self) -> None:
-        """Divide the gradient and the losses of the added parts by the divisor of the whole
-        batch.
-        """
+        """Divide the added parts' gradient and losses by the whole batch's divisor."""
         scale = 1 / max(1, self.divisor)
         for master in self._master.values():
             assert master.grad is not None
@@ -397,7 +399,7 @@ class LocalTrainer:
         self._metrics.losses = [scale * loss for loss in self._metrics.losses]
 
     def _plan(self, grad_norm: float, noise: float) -> StepPlan:
-        """Return the plan of the techniques' controllers for the next optimizer step.
+        """Return what the controllers of techniques decide about the next optimizer step.
 
         `grad_norm` is the norm of the gradient, and `noise` its estimated variance.
         """
@@ -432,7 +434,7 @@ class LocalTrainer:
         return metrics
 
     def _total_costs(self) -> dict[str, float]:
-        """Return this step's costs of obtaining `old_logp`, summed over all ranks."""
+        """Return this step's costs of obtaining `old_logp`. Bytes are summed over all ranks."""
         costs = dict(self.old.costs())
         ranks = self._peers.gather({name: costs[name] for name in costs if "bytes" in name})
         return costs | {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
@@ -458,10 +460,10 @@ class LocalTrainer:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint. The optimizer may use its tensors without a copy.
+        """Load the state of a checkpoint. The optimizer may keep its tensors without a copy.
 
         Raises ConfigError if the checkpoint's adapters were trained on another base model, and
-        ValueError if the checkpoint is of another optimizer.
+        ValueError if the checkpoint was written with another optimizer.
         """
         self.policy.require_base(state.get("base", 0))
         self.policy.reclaim_weights()
@@ -478,7 +480,6 @@ class LocalTrainer:
         self.policy.version_gaps = tuple((first, skipped) for first, skipped in state["jumps"])
 
     def _describe_experts(self, batch: Batch) -> dict[str, float]:
-        """Return the metrics of expert routing. Empty unless the policy is an MoE model."""
         metrics = {}
         if self.policy.has_experts:
             metrics["trainer/packing_noise"] = self.policy.packing_noise
@@ -488,7 +489,7 @@ class LocalTrainer:
         return metrics
 
     def _any_fresh(self, batch: Batch, sequences: Sequence[int]) -> bool:
-        """Return True if one of the sequences has a token that no earlier step was trained on."""
+        """Return True if a sequence has a token that was not trained on in an earlier batch."""
         if batch.stored is None:
             return bool(sequences)
         return bool(batch.select(sequences)[0].fresh.any())
@@ -504,11 +505,11 @@ class LocalTrainer:
         return self.audit(batch, old_logp)
 
     def _norm(self, batch: Batch, steps: list[list[int]], keep: Tensor) -> Tensor:
-        """Return the weight of each token in the loss, `[T]`: 1 / the divisor of the loss.
+        """Return the factor of each token's loss, `[T]`: 1 / the divisor of the loss.
 
         `steps` has the indices of each optimizer step's sequences. Each step has its own divisor,
-        such as its number of trained tokens. With `trainer.stream` divisors are summed instead, and
-        `step` applies the sum.
+        such as its number of trained tokens. With `trainer.stream` the factor has no divisor. The
+        divisors are summed in `divisor` instead, and `step` applies the sum.
         """
         indices = []
         norms = []
@@ -527,7 +528,7 @@ class LocalTrainer:
     def _with_gradient(self, batch: Batch, factor: Tensor) -> list[int]:
         """Return the indices of the sequences that can have a gradient.
 
-        `factor` `[T]` multiplies each token's loss.
+        `factor` `[T]` is the factor on each token's loss. A token with factor 0 has no gradient.
         """
         tokens = batch.trained
         if self.skips_zero_advantage:
@@ -536,9 +537,9 @@ class LocalTrainer:
 
 
 def _describe_sets(batch: Batch) -> dict[str, float]:
-    """Return metrics of the sets of tokens from which truncated sampling drew.
+    """Return metrics of the sets of tokens to which sampling was truncated.
 
-    Empty if sampling was not truncated.
+    {} if it was not truncated.
     """
     if batch.kept_sets is None:
         return {}
@@ -550,7 +551,7 @@ def _describe_sets(batch: Batch) -> dict[str, float]:
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:
-    """Return the indices of each optimizer step's sequences.
+    """Divide a batch into optimizer steps. Return the indices of each step's sequences.
 
     Only sequences with a token that has a loss are returned. Sequences of one group are divided
     among the steps.

@@ -31,7 +31,7 @@ from unstale.trainer.scoring import Scoring, require_finite, select
 
 
 class Loss:
-    """The loss of some sequences of a minibatch, as a function of the current policy."""
+    """The loss of some sequences as a function of the current policy."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Loss:
         return loss
 
     def _forward_pass(self, batch: Batch, passes: StepMetrics) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probability, entropy and teacher divergence of each token, `[T]` on the CPU.
+        """Return each token's log-probability, entropy and teacher divergence, on the CPU.
 
         The divergence is 0 unless the loss needs the teacher's distribution. With an entropy bonus,
         the entropy is computed for all sampled tokens and has a gradient. Otherwise it is computed

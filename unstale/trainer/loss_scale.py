@@ -1,4 +1,4 @@
-"""A factor on the loss of float16 passes, which keeps small gradients from becoming 0.
+"""A factor on the loss of float16 passes, so that small gradients are not rounded to 0.
 
 As in `torch.amp.GradScaler`, the factor is halved when a gradient is not finite, and doubled after
 many steps with finite gradients.
@@ -11,10 +11,12 @@ import torch
 
 FIRST, LARGEST = 2.0**16, 2.0**24
 LEAST = 1.0
-"""Smallest factor. If a gradient is not finite at this factor, the run ends with an error."""
+"""Smallest factor on the loss. If a gradient is not finite at this factor, the run ends with an
+error.
+"""
 GROWTH_STEPS = 200
 """Number of optimizer steps in a row with finite gradients after which the factor is doubled.
-torch's default of 2000 is for runs of many thousand steps.
+torch's default of 2000 is too many for runs of a few thousand steps.
 """
 
 
@@ -29,8 +31,8 @@ class LossScale:
     def absorbs(self, norm_is_finite: bool) -> bool:
         """Update the factor after a gradient. Return True if this optimizer step must be skipped.
 
-        A step is skipped if the factor caused an overflow. Return False if the gradient is finite,
-        or not finite for another reason.
+        A step is skipped if the factor on the loss made the gradient overflow. Return False if the
+        gradient is finite, or if it is not finite for another reason.
         """
         if not self._is_used:
             return False

@@ -11,22 +11,22 @@ from unstale.model.rounding import NARROW, Draw, round_stochastically
 from unstale.model.sharding import first_number, is_sharded, local
 
 SAMPLE = 1 << 16
-"""Number of weights sampled per optimizer step to measure how many changed. The sample has at least
-one weight of every tensor.
+"""Number of weights that are compared before and after an optimizer step, to measure how many
+changed. The sample has at least one number of every tensor.
 """
 
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
-"""Number of stored bits of the fraction of a floating-point number, by dtype."""
+"""Number of bits of the fraction that a floating-point number stores, by dtype."""
 LEAST_EXPONENT = {torch.bfloat16: -133, torch.float16: -24}
-"""The binary logarithm of the smallest positive number that a dtype can represent."""
+"""The exponent, to the base 2, of the smallest positive number of a dtype."""
 
 
 class Masters:
     """The weights that an optimizer changes, and their rounding for forward passes.
 
     A float32 parameter is optimized directly. A parameter of a narrower dtype has a separate
-    float32 weight, which is rounded into the parameter after every step. If the checkpoint has more
-    precision than the parameter, the float32 weights start with the checkpoint's values.
+    float32 weight, which is rounded into the parameter after every step. If the model's folder has
+    more precision than the parameter, the float32 weights start with the folder's values.
     """
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
@@ -43,23 +43,26 @@ class Masters:
         self.separate = [
             name for name, each in self._forward.items() if each is not self.tensors[name]
         ]
-        """The names of the weights that are separate from the parameters used in forward passes."""
+        """The names of the weights that are separate from the parameters of forward passes."""
         total = sum(local(each.detach()).numel() for each in self.tensors.values())
         self._stride = max(1, total // SAMPLE)
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self.rounded_at = 0
-        """The number of the optimizer step after which the weights were last rounded."""
+        """The number of the optimizer step after which weights were last rounded into
+        parameters.
+        """
         self.round(0, self.tensors)
 
     @property
     def is_narrow(self) -> bool:
-        """True if the forward pass uses weights that are rounded to a narrower dtype than
-        float32.
-        """
+        """True if forward passes use weights rounded to a narrower dtype than float32."""
         return self._dtype in NARROW
 
     def _master(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:
-        """Return the tensor to optimize: the parameter, or a float32 weight of its own."""
+        """Return the tensor to optimize: the parameter itself, or a separate float32 weight.
+
+        `own` is the weight's value in the model's folder, if that is more precise.
+        """
         if parameter.dtype not in (torch.float32, torch.float64):
             return nn.Parameter(_precise(parameter.detach(), own))
         # A part of a divided model is float32, and FSDP rounds it to nearest for a pass.
@@ -70,9 +73,7 @@ class Masters:
         return parameter
 
     def collect_gradients(self, scale: float = 1.0) -> None:
-        """Add rounded parameters' gradients, divided by `scale`, to those of the float32
-        weights.
-        """
+        """Add the gradients of parameters, divided by `scale`, to those of the separate weights."""
         for name in self.separate:
             master, parameter = self.tensors[name], self._forward[name]
             if parameter.grad is None:
@@ -87,10 +88,10 @@ class Masters:
 
     @torch.no_grad()
     def round(self, step: int, names: Collection[str]) -> None:
-        """Round the float32 weights `names` into the parameters, after optimizer step `step`.
+        """Round the separate weights among `names` into the parameters, after step `step`.
 
-        If `step` is 0, they are rounded to nearest, as an engine rounds the weights that it reads
-        from the checkpoint.
+        If `step` is 0, they are rounded to nearest, as an engine rounds the weights of the model's
+        folder.
         """
         self.rounded_at = step
         separate = [name for name in self.separate if name in names]
@@ -131,10 +132,7 @@ class Masters:
 
     @torch.no_grad()
     def watch(self, names: Collection[str]) -> None:
-        """Copy a sample of the weights `names` before an optimizer step.
-
-        `moved` compares it afterwards.
-        """
+        """Copy a sample of the weights `names`, for `moved` after an optimizer step."""
         if self.is_narrow:
             self._before = {
                 name: (self._sample(self.tensors[name]), self._rounded_sample(name))
@@ -149,8 +147,8 @@ class Masters:
         and the size of the sample. The first two count only weights whose update is less than half
         the distance between two representable numbers, because larger updates are not lost. An
         update of a share x of that distance is expected to change the rounded weight with
-        probability x, which holds if float32 weights lie anywhere between two such numbers. The
-        sums are 0 if no weights are rounded.
+        probability x, if float32 weights lie anywhere between two such numbers. All sums are 0 if
+        no weights are rounded.
         """
         found = [torch.zeros(3, dtype=torch.float64)]
         for name, (weight, rounded) in self._before.items():
@@ -175,7 +173,7 @@ class Masters:
     def restore(
         self, weights: Mapping[str, Tensor], rounded_at: int, names: Collection[str]
     ) -> None:
-        """Load the weights `names`, and round them in the same way as after step `rounded_at`.
+        """Load the weights `names`, and round them as after the optimizer step `rounded_at`.
 
         No other thread may read the weights of the policy meanwhile.
         """
@@ -185,10 +183,9 @@ class Masters:
 
 
 def _precise(parameter: Tensor, own: Tensor | None) -> Tensor:
-    """Return the float32 weight of a parameter.
+    """Return the float32 weight of a parameter: the more precise value `own`, or the parameter's.
 
-    It is the checkpoint's value `own`, if this rounds to the parameter. Otherwise it is the
-    parameter's value.
+    `own` is used only if it rounds to the parameter.
     """
     if own is not None and own.shape == parameter.shape:
         # a copy, because the memory of a file cannot be freed for `trainer.offload_optimizer`
@@ -199,6 +196,6 @@ def _precise(parameter: Tensor, own: Tensor | None) -> Tensor:
 
 
 def _spacing(sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return for each number in `sizes` the distance between the numbers of `dtype` around it."""
+    """Return the distance between the two numbers of `dtype` around each number in `sizes`."""
     exponent = torch.frexp(sizes).exponent - 1 - MANTISSA[dtype]
     return torch.ldexp(torch.ones_like(sizes), exponent.clamp(min=max(LEAST_EXPONENT[dtype], -126)))

@@ -1,8 +1,8 @@
 """Metrics of one batch, over the tokens that the policy sampled.
 
-Replayed tokens (trained on before) have separate metrics, whose names begin with `replay/`. `log_d`
-is `old_logp - behavior_logp`, and `log_s` is `logp - old_logp`. A metric without tokens is NaN, so
-that every step has the same names. docs/metrics.md defines all metrics.
+Replayed tokens (already trained on in an earlier batch) have separate metrics, whose names begin
+with `replay/`. `log_d` is `old_logp - behavior_logp`, and `log_s` is `logp - old_logp`. A metric
+without tokens is NaN, so that every step has the same names. docs/metrics.md defines all metrics.
 """
 
 import math
@@ -18,8 +18,8 @@ from unstale.records import Batch, nearest_rank
 from unstale.trainer.token_log import TokenLog
 
 MAX_POINTS = 256
-"""Largest number of points `(log_d, log_s, lag)` kept of one batch for plots. They are evenly
-spaced over its tokens.
+"""Largest number of points `(log_d, log_s, lag)` of one batch that are kept for plots. They are
+evenly spaced over its tokens.
 """
 
 ENTROPY_SAMPLE = 1024
@@ -33,7 +33,7 @@ _REPLAY = "replayed_"
 
 
 class StepMetrics:
-    """A collector of the metrics of one batch while its optimizer steps run."""
+    """A collector of the metrics of one batch, which receives values while its steps run."""
 
     def __init__(
         self,
@@ -46,37 +46,43 @@ class StepMetrics:
     ) -> None:
         """Start the metrics of a batch.
 
-        The first three arguments are numbers of sampled tokens: of all sequences, of sequences with
-        a gradient, and of replayed sequences with a gradient. `replays` is True if the run trains
-        on groups again. `tokens` collects values for the journal.
+        The first three arguments are numbers of sampled tokens: in all sequences, in sequences with
+        a gradient, and in replayed sequences with a gradient. `replays` is True if the run trains
+        on groups several times. `tokens` collects values of single tokens for the journal.
         """
         self.tokens = tokens or TokenLog()
         self.epochs = 1
-        """Number of passes over the batch. Each pass counts its clipped tokens."""
+        """Number of times that the batch is trained on. Clipped tokens are counted each time."""
         self.extra: dict[str, float] = {}
-        """Further metrics by name, which are added to the metrics of the batch."""
+        """Metrics from other components, by name, which are reported with those of the batch."""
         self.action_tokens = action_tokens
         self.tokens_with_gradient = tokens_with_gradient
         self.replayed_with_gradient = replayed_with_gradient
         self.replays = replays
         self.places = False
-        """True if the run gives placed text a loss."""
+        """True if the run trains on text that was placed into replies instead of being sampled
+        there.
+        """
         self.placed_tokens = 0
-        """Tokens of placed text, with a loss or without."""
+        """Number of tokens in replies that were not sampled in their context, with a loss or
+        without.
+        """
         self.expected_tokens = tokens_with_gradient
-        """The number of tokens with a gradient that the whole batch is expected to have, if only a
-        part of it is known so far.
+        """The number of tokens with a gradient in the whole batch. It is an estimate while only a
+        part of the batch is known.
         """
         self.fresh_tokens = 0
-        """Number of tokens, contexts included, in sequences that no earlier step was trained on."""
+        """Number of tokens, contexts included, in sequences that were not trained on in an earlier
+        batch.
+        """
         self.score_tokens = 0
-        """Number of tokens in forward passes of the current weights that the route (the source of
-        `old_logp`) needed.
+        """Number of tokens in forward passes of the current weights that were needed for
+        `old_logp`.
         """
         self.sequence_tokens = 0
         self.forward_tokens = 0
-        """Number of tokens in all forward passes. A prompt that sequences of one pass share counts
-        once.
+        """Number of tokens in forward passes of the loss. A prompt that sequences of one pass share
+        counts once.
         """
         self.microbatches = 0
         self.num_steps = 0
@@ -84,10 +90,10 @@ class StepMetrics:
         self.update_s = 0.0
         self.lr = 0.0
         self.losses: list[float] = []
-        """The loss of each forward pass of the batch so far."""
+        """The loss of each forward pass of this batch."""
         self.imbalance = 1.0
-        """Number of tokens that the busiest rank ran, divided by the mean over ranks, in the last
-        optimizer step.
+        """The division of the last optimizer step's tokens among ranks: the largest number of
+        tokens that a rank ran, divided by the mean.
         """
         self.grad_norms: list[float] = []
         """The gradient norm of each optimizer step. NaN for a float16 gradient that overflowed."""
@@ -96,18 +102,20 @@ class StepMetrics:
         a critic's warm-up.
         """
         self._moved = torch.zeros(3, dtype=torch.float64)
-        """Sums of the results of `Masters.moved`: weights that changed, weights expected to change,
-        size of the sample.
-        """
+        """The results of `Masters.moved`, summed over optimizer steps."""
         self._log_weights: list[float] = []
-        """The logarithm of pi / mu of each sequence of the current optimizer step."""
+        """The logarithm of current policy / engine's policy, for each sequence of the current
+        step.
+        """
         self._taken = 0
-        """Number of tensors of values of `log_s` that `take_kl` has already read."""
+        """Number of tensors of `log_s` that `take_kl` has already read."""
         self._values: defaultdict[str, list[Tensor]] = defaultdict(list)
-        """Values of sampled tokens by name. Each call that records values adds one tensor."""
+        """Values of sampled tokens, by name. Each call that records values adds one tensor to a
+        list.
+        """
         self.tokens_run = 0
-        """Number of sampled tokens in the forward passes so far. `entropy_sample` counts on from
-        it.
+        """Number of sampled tokens in forward passes of the loss so far. `entropy_sample` uses it
+        to choose every n-th token of the batch.
         """
 
     def add_correction(
@@ -119,9 +127,9 @@ class StepMetrics:
         exact: Tensor,
         lag: Tensor,
     ) -> None:
-        """Record the old log-probabilities and the corrections of a batch's sampled tokens.
+        """Record old log-probabilities and corrections of a batch's sampled tokens, `[T]` each.
 
-        Tensors are `[T]`.
+        `exact` marks exact values of `old_logp`. `lag` is in batches.
         """
         self._add(
             batch,
@@ -135,10 +143,7 @@ class StepMetrics:
     def add_forward(
         self, batch: Batch, logp: Tensor, old_logp: Tensor, *, lag: Tensor, surrogate: Surrogate
     ) -> None:
-        """Record values of the sampled tokens in one forward pass of the loss.
-
-        Tensors are `[T]`.
-        """
+        """Record values of the sampled tokens of one forward pass of the loss, `[T]` each."""
         self._add(
             batch,
             log_d=old_logp - batch.behavior_logp,
@@ -149,9 +154,10 @@ class StepMetrics:
         )
 
     def add_log_weights(self, batch: Batch, logp: Tensor) -> None:
-        """Record log pi - log mu of each sequence, summed over its sampled tokens.
+        """Record the logarithm of current policy / engine's policy of each sequence in `batch`.
 
-        pi is the policy in training (`logp` `[T]`), mu the engine's policy.
+        It is summed over the sequence's sampled tokens. `logp` `[T]` are the current
+        log-probabilities.
         """
         log_ratio = logp.double() - batch.behavior_logp.double()
         log_ratio = torch.where(has_behavior(batch.provenance), log_ratio, 0.0)
@@ -159,18 +165,15 @@ class StepMetrics:
         self._log_weights += total.tolist()
 
     def take_log_weights(self) -> list[float]:
-        """Return log pi - log mu of each sequence recorded since the last call.
-
-        pi is the policy in training, mu the engine's policy.
-        """
+        """Return the values that `add_log_weights` recorded since the last call."""
         taken, self._log_weights = self._log_weights, []
         return taken
 
     def take_kl(self) -> tuple[float, float]:
-        """Return two estimates of KL(pi_old || pi) per token, in nats (k3).
+        """Return two k3 estimates of KL(pi_old || pi) per token, in nats.
 
-        The first is over all tokens recorded since the last call, the second over those that lag by
-        one batch. NaN if there is no such token.
+        The first is over all tokens recorded since the last call, the second over those with a lag
+        of one batch. NaN if there is no such token.
         """
         log_s = torch.cat([torch.empty(0), *self._values["log_s"][self._taken :]])
         lag = torch.cat([torch.empty(0), *self._values["lag"][self._taken :]])
@@ -178,46 +181,48 @@ class StepMetrics:
         return kl_estimates(log_s)[1], kl_estimates(log_s[lag == 1])[1]
 
     def add_placed(self, kept: Tensor, log_gamma: Tensor, truncated: Tensor) -> None:
-        """Record the placed text that has a loss, `[T]` bool, and for each sequence that has some
-        its log Gamma, and whether Gamma was truncated, `[n]`.
+        """Record text that was placed into replies and has a loss.
+
+        `kept` `[T]` bool has its tokens. For each of n sequences with such text, `log_gamma` `[n]`
+        is the log of its factor Gamma (see `trainer.placed`), and `truncated` `[n]` is True if
+        Gamma was capped.
         """
         self._values["placed_kept"].append(kept.sum().reshape(1))
         self._values["placed_log_gamma"].append(log_gamma.double())
         self._values["placed_truncated"].append(truncated.double())
 
     def add_reference(self, log_ratio: Tensor) -> None:
-        """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
+        """Record `reference_logp - logp` of sampled tokens, for the KL divergence metric."""
         self._values["reference_log_ratio"].append(log_ratio)
 
     def add_divergence(self, divergence: Tensor) -> None:
-        """Record the divergence from a teacher at sampled tokens, in nats, exact or estimated."""
+        """Record the divergence from a teacher at sampled tokens, in nats.
+
+        It may be an estimate.
+        """
         self._values["divergence"].append(divergence)
 
     def count(self, batch: Batch) -> None:
-        """Count the tokens of a batch, or of a part of one."""
+        """Count the tokens of a batch, or of some of its groups."""
         self.action_tokens += int(batch.sampled.sum())
         self.placed_tokens += int(batch.placed.given.sum()) if batch.placed else 0
         self.fresh_tokens += len((batch.select_fresh()[0] if batch.stored else batch).tokens)
 
     def count_gradient(self, trained: Batch) -> None:
-        """Count the sampled tokens in `trained`, the sequences with a gradient."""
+        """Count the sampled tokens of `trained`, which has only sequences with a gradient."""
         self.tokens_with_gradient += int(trained.sampled.sum())
         self.replayed_with_gradient += int(trained.replayed.sum())
         self.expected_tokens = self.tokens_with_gradient
 
     def expect(self, times: float) -> None:
-        """Set the expected number of tokens with a gradient in the whole batch.
-
-        It is `times` the number counted so far.
-        """
+        """Set the expected number of tokens with a gradient: `times` those counted so far."""
         self.expected_tokens = math.ceil(times * self.tokens_with_gradient)
 
     def add_moved(self, sums: Tensor) -> None:
-        """Add the sums that `Masters.moved` returned after an optimizer step."""
+        """Add the three sums that `Masters.moved` returned after an optimizer step."""
         self._moved += sums
 
     def _of_rounding(self) -> dict[str, float]:
-        """Return metrics of rounded weights. Empty if the forward pass uses float32 weights."""
         moved, due, sample = self._moved.tolist()
         if not sample:
             return {}
@@ -227,7 +232,7 @@ class StepMetrics:
         }
 
     def add_entropy(self, entropy: Tensor, *, every: int = 1) -> None:
-        """Record entropies, in nats. There is one for every `every`-th sampled token."""
+        """Record entropies in nats, of which each stands for `every` sampled tokens."""
         self._values["entropy"].append(entropy)
         self._values["entropy_every"].append(torch.full_like(entropy, every))
 
@@ -235,14 +240,15 @@ class StepMetrics:
     def entropy_every(self) -> int:
         """The number n, if the entropy is computed for every n-th token with a gradient.
 
-        It is the smallest with which at most `ENTROPY_SAMPLE` tokens of a batch are chosen.
+        It is chosen so that there are at most `ENTROPY_SAMPLE` such tokens in a batch.
         """
         return max(1, math.ceil(self.expected_tokens / ENTROPY_SAMPLE))
 
     def entropy_sample(self, sampled: Tensor) -> Tensor:
-        """Choose the tokens of a forward pass for which the entropy is computed, as `[T]` bool.
+        """Return the tokens of a forward pass for which the entropy is computed, as a mask `[T]`.
 
-        Over a batch, every n-th sampled token with a gradient is chosen, at most `ENTROPY_SAMPLE`.
+        Every n-th token of `sampled` `[T]` is chosen, counted over all passes of the batch
+        (`entropy_every`).
         """
         every = self.entropy_every
         positions = sampled.nonzero().squeeze(1)
@@ -252,10 +258,7 @@ class StepMetrics:
         return chosen
 
     def of_passes(self) -> "StepMetrics":
-        """Return an empty collector for the metrics of the forward passes in one optimizer step.
-
-        `add_passes` later adds it to this object.
-        """
+        """Return an empty collector for the passes of an optimizer step, for `add_passes`."""
         tokens = self.tokens.of_passes(max(0, self.num_steps - 1))
         passes = StepMetrics(tokens_with_gradient=self.tokens_with_gradient, tokens=tokens)
         passes.expected_tokens = self.expected_tokens
@@ -263,10 +266,7 @@ class StepMetrics:
         return passes
 
     def add_passes(self, ranks: "Sequence[StepMetrics]") -> None:
-        """Add the metrics of the forward passes of one optimizer step, one object for each rank.
-
-        With several ranks, only the first rank adds them.
-        """
+        """Add the metrics of an optimizer step's passes, one collector for each rank."""
         for passes in ranks:
             self.microbatches += passes.microbatches
             self.sequence_tokens += passes.sequence_tokens
@@ -283,15 +283,15 @@ class StepMetrics:
     def kept_share(self) -> float:
         """The share of tokens that the correction kept, among those with an old log-probability.
 
-        It is 1 if no token has one.
+        It is 1 if no token has an old log-probability.
         """
         keep = self._column("keep")
         return _mean(keep) if len(keep) else 1.0
 
     def _of_steps(self) -> dict[str, float]:
-        """Return the mean gradient norm and the shares of skipped steps.
+        """Return the metrics of optimizer steps: mean gradient norm, and shares of skipped steps.
 
-        The norm is NaN if all steps overflowed.
+        The norm is NaN if the gradients of all steps overflowed.
         """
         steps = max(1, len(self.grad_norms))
         finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
@@ -355,7 +355,6 @@ class StepMetrics:
         }
 
     def _of_placed(self) -> dict[str, float]:
-        """Return the metrics of placed text by name."""
         given, log_gamma = self.placed_tokens, self._column("placed_log_gamma").double()
         kept = self._column("placed_kept").sum().item()
         return {
@@ -367,8 +366,6 @@ class StepMetrics:
         }
 
     def _of_replayed(self) -> dict[str, float]:
-        """Return the metrics of replayed tokens (trained on before) by name."""
-
         def column(name: str) -> Tensor:
             return self._column(f"{_REPLAY}{name}")
 
@@ -386,14 +383,17 @@ class StepMetrics:
         }
 
     def scatter_sample(self) -> list[dict[str, float]]:
-        """Return `log_d`, `log_s` and `lag` of at most `MAX_POINTS` tokens, for plots."""
+        """Return `log_d`, `log_s` and `lag` of at most `MAX_POINTS` tokens, for plots.
+
+        The lag is in batches.
+        """
         columns = {name: self._column(name) for name in ("log_d", "log_s", "lag")}
         num_tokens = len(columns["lag"])
         chosen = torch.linspace(0, num_tokens - 1, min(MAX_POINTS, num_tokens)).long()
         return rows_of(columns, chosen)
 
     def _add(self, batch: Batch, **values: Tensor) -> None:
-        """Record values `[T]` by name, at the sampled tokens of a batch."""
+        """Record values `[T]` by name, but only those of a batch's sampled tokens."""
         kinds = {"": batch.fresh} | ({_REPLAY: batch.replayed} if batch.stored else {})
         for kind, where in kinds.items():
             index = where.nonzero().squeeze(1)  # several times as fast as a mask
@@ -401,15 +401,12 @@ class StepMetrics:
                 self._values[kind + name].append(tensor[index])
 
     def _column(self, name: str) -> Tensor:
-        """Return all values that were recorded under a name, as one tensor."""
         recorded = self._values.get(name)
         return torch.cat(recorded) if recorded else torch.empty(0)
 
 
 def rows_of(columns: Mapping[str, Tensor], chosen: Tensor) -> list[dict[str, float]]:
-    """Return one dict for each token index in `chosen`: the token's value in each column, by
-    name.
-    """
+    """Return a dict for each index in `chosen`: the value at this index in each column, by name."""
     values = [column[chosen].tolist() for column in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
@@ -425,11 +422,10 @@ def kl_estimates(log_ratio: Tensor) -> tuple[float, float]:
 
 
 def effective_sample_size(log_ratio: Tensor) -> float:
-    """Return the effective sample size of importance weights, divided by the number of tokens.
+    """Return the effective sample size of importance weights, divided by their number n.
 
-    The formula is (sum w)^2 / (n sum w^2) with weights `w = exp(log_ratio)`, limited as in the
-    loss. The result is 1 if all weights are equal, and 1/n if one token dominates. NaN without
-    tokens.
+    The weights are w = exp(`log_ratio`), limited as in the loss. The result is (sum w)^2 / (n sum
+    w^2): 1 if all weights are equal, and 1/n if one token dominates. NaN without tokens.
     """
     if not len(log_ratio):
         return math.nan
@@ -443,10 +439,6 @@ def _mean(values: Tensor) -> float:
 
 
 def _weighted_mean(values: Tensor, weights: Tensor) -> float:
-    """Return the weighted mean of values `[n]`.
-
-    Each value represents as many tokens as its weight.
-    """
     if not len(values) or (weights == weights[0]).all():
         return _mean(values)
     return ((weights * values).sum() / weights.sum()).item()
@@ -458,10 +450,10 @@ def _kl(name: str, log_ratio: Tensor) -> dict[str, float]:
 
 
 def _log_ratio(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
-    """Return metrics of a log-ratio: mean, mean absolute value and its 99th percentile.
+    """Return metrics of a log-ratio: mean, mean absolute value, and its 99th percentile.
 
-    `name` begins their names. The mean absolute value is also given for each lag, with its number
-    of tokens. The lag is the number of versions between sampling and training.
+    `name` begins their names. The mean absolute value is also given for each lag (in batches), with
+    the number of tokens of this lag.
     """
     size = log_ratio.double().abs()
     p99 = math.nan

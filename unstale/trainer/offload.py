@@ -1,4 +1,4 @@
-"""Tensors of a device whose values are in main memory most of the time."""
+"""Tensors of a device whose values are in main memory for most of the time."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from unstale.model.sharding import host_copy, local
 
 
 class MainMemory:
-    """The values, in main memory, of tensors whose memory on the device was freed.
+    """Values, in main memory, of tensors whose memory on the device was freed.
 
     Such a tensor keeps its shape, its device, its division among ranks and its gradient. It must
     not be read until `bring` is called. It must not share its memory with another tensor.
@@ -17,13 +17,13 @@ class MainMemory:
 
     def __init__(self) -> None:
         self._placed: dict[int, tuple[Tensor, Tensor]] = {}
-        """For each address of a tensor's storage: the tensor, and its copy in main memory."""
+        """The tensors and their copies in main memory, by the address of the tensor's storage."""
 
     @torch.no_grad()
     def put(self, tensor: Tensor) -> None:
         """Copy a tensor's values to main memory, and free its memory on the device.
 
-        Call `wait` before the copy is read.
+        The copy may be incomplete until `wait` returns.
         """
         storage = _storage(tensor)
         if storage._cdata in self._placed:
@@ -45,9 +45,9 @@ class MainMemory:
         self._placed.pop(_storage(tensor)._cdata, None)
 
     def numbers(self, value: Any) -> Any:
-        """Return the copy in main memory of a tensor that `put` copied there.
+        """Return the copy in main memory of a tensor for which `put` was called.
 
-        Return any other value unchanged.
+        Any other value is returned unchanged.
         """
         if not isinstance(value, Tensor) or _storage(value)._cdata not in self._placed:
             return value

@@ -16,9 +16,8 @@ from unstale.trainer.adamw8bit import AdamW8bit
 def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
     """Create the optimizer that the option `trainer.optimizer` names.
 
-    It is a class of torch.optim except LBFGS, or `AdamW8bit`.
-
-    Raises ConfigError for an unknown name, and for options that the class does not accept.
+    It is a class of torch.optim, other than LBFGS, or `AdamW8bit`. Raises ConfigError for an
+    unknown name, and for options that the class does not accept.
     """
     kind = _optimizer_class(config.optimizer)
     accepted = inspect.signature(kind).parameters

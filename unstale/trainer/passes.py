@@ -1,4 +1,4 @@
-"""The size of the trainer's forward passes, chosen by the memory that is left."""
+"""The size of the trainer's forward passes, chosen by the free memory."""
 
 from unstale.config import RunConfig
 from unstale.engines.vllm_server import ACTIVATIONS_SHARE
@@ -9,22 +9,22 @@ from unstale.model.sharding import local
 
 _GRADIENT_BYTES = 4
 _MOMENTS_BYTES = {"AdamW8bit": 2}
-"""By optimizer: bytes of moments for each trained weight. Other optimizers have 8. The first
-optimizer step allocates them.
+"""Bytes of optimizer moments for each trained weight, by optimizer. Optimizers that are not listed
+have 8. The first optimizer step allocates them.
 """
 _COPIES = 3
-"""Number of copies of the weights, in the precision of passes, that a run may still allocate: the
-gradient of a pass, the second model of the route `old_logit_model` and the weights to publish.
+"""Number of copies of the weights, in the precision of passes, that a run may still allocate: for
+the gradient of a pass, the second model of the route `old_logit_model`, and the weights to publish.
 """
 
 
 def pass_tokens(policy: Policy, config: RunConfig, *, trains: bool) -> int:
     """Return the largest number of tokens in a forward pass of the trainer.
 
-    It is the value of the option. If the option is 0, it is the number that fits into memory.
-    `trains` is True for a pass with gradient. All ranks of the policy must call this function, and
-    receive the same number. If an engine of this run is on the same GPU, it leaves
-    `ACTIVATIONS_SHARE` of the GPU's memory to activations.
+    This is the option `trainer.max_tokens_per_microbatch`. If the option is 0, it is the number
+    that fits into memory. `trains` is True for a pass with gradient. All ranks of the policy must
+    call this function, and receive the same number. If an engine of this run is on the same GPU, it
+    leaves `ACTIVATIONS_SHARE` of the GPU's memory to activations.
     """
     options = config.trainer
     on_gpu = policy.device.type == "cuda"

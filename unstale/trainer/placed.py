@@ -1,12 +1,11 @@
-"""Old log-probabilities and weights of placed text (`objective.placed`).
+"""Old log-probabilities and weights of text that was placed into replies (`objective.placed`).
 
     pi(y|c) / mu(y|c')  =  D * Gamma * S,    Gamma = pi_v(y|c) / pi_v(y|c')
 
-c is the recorded context, c' the one in which version v sampled the text, and mu its engine there.
-D and S are those of each token, as for sampled text. Gamma is the product over all REWRITTEN text
-of a sequence, because the text's tokens differ far more than numerics or staleness: with a Gamma of
-each token, the gradient would be another one. It weights the sequence's sampled tokens, too, whose
-advantage depends on the text.
+c is the recorded context of the text y, and c' the context in which version v sampled it. mu is the
+engine's policy in c'. D and S are those of each token, as for sampled text. Gamma is the product
+over all REWRITTEN text of a sequence, because a factor for each token would give another gradient.
+It also weights the sequence's sampled tokens, because their advantage depends on the text.
 
 `guided` gives the text the old log-probability log pi_v(y|c) and the weight D min(Gamma, cap).
 `anchor` gives it the weight 1, and log pi(y|c) under the weights before the first optimizer step on
@@ -25,20 +24,28 @@ from unstale.trainer.rules import LossSpec
 
 
 class PlacedScores(NamedTuple):
-    """Values of a batch with placed text."""
+    """Old log-probabilities and weights of a batch's placed text.
+
+    Placed text was not sampled in its context.
+    """
 
     old_logp: Tensor
-    """Old log-probability of the text, `[T]`."""
+    """Old log-probability of each token of the text, `[T]`."""
     factor: Tensor
-    """Weight of the text from the correction of its D, `[T]`. 0 where it was dropped."""
+    """Weight of each token of the text, `[T]`, which corrects the discrepancy D. 0 if it was
+    dropped.
+    """
     log_gamma: Tensor
-    """Log Gamma of each sequence, `[N]`. 0 without REWRITTEN text."""
+    """Logarithm of each sequence's Gamma (see the module), `[N]`. 0 if no sampled text of the
+    sequence had its context edited.
+    """
 
 
 def guided(batch: Batch, placed: PlacedTokens, route: OldLogps, rules: LossSpec) -> PlacedScores:
-    """Score placed text in its recorded context and in the one in which it was sampled.
+    """Compute old log-probabilities and weights of placed text, for `objective.placed` "guided".
 
-    The route scores both, each with the version that sampled the text. D is corrected as that of
+    `route` is the method that computes `old_logp`. It does so in the recorded context and in the
+    one in which the text was sampled, both under the version that sampled it. D is corrected as for
     sampled tokens.
     """
     empty = torch.empty(0)
@@ -60,7 +67,7 @@ def guided(batch: Batch, placed: PlacedTokens, route: OldLogps, rules: LossSpec)
 def _as_sampled(batch: Batch, placed: PlacedTokens) -> Batch:
     """Return the batch with its placed text as the sampled tokens.
 
-    Its episodes have numbers below 0, which no route has scored before.
+    Its episodes get numbers below 0, so that no stored values of a route are used for them.
     """
     origin = torch.full_like(batch.provenance, int(Provenance.SAMPLED))
     return replace(
@@ -80,7 +87,7 @@ def _in_source(batch: Batch, placed: PlacedTokens) -> tuple[Batch, Tensor, Tenso
     """Return the placed text of a batch in the contexts in which it was sampled.
 
     There is one sequence for each edit of a sequence of the batch. The second result `[n]` has the
-    places of the text in these sequences, the third `[n]` its places in `batch`.
+    places of the text's n tokens in these sequences, the third `[n]` their places in `batch`.
     """
     tokens: list[int] = []
     offsets, spans, origins = [0], [], []

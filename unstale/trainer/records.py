@@ -12,29 +12,27 @@ from unstale.trainer.bitwise import NotBitwise
 from unstale.trainer.critic import Forecasts
 
 NOT_FINITE = (FloatingPointError, NonFinite, NotBitwise)
-"""Errors raised before an optimizer step if a loss, gradient or log-probability is not finite, or
-if a log-probability differs from the engine's with `engine.bitwise`.
+"""Errors raised before an optimizer step: a loss, gradient or log-probability is not finite, or a
+log-probability differs from the engine's with `engine.bitwise`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The sequences of one optimizer step, with the inputs of their loss.
+    """The sequences of one optimizer step, with all inputs of their loss.
 
     Tensors have one value for each of T tokens. They are on the CPU, without gradient.
     """
 
     batch: Batch
     old_logp: Tensor
-    """Old log-probability of each token. Empty if the route (the source of `old_logp`) computes it
-    in every training pass.
-    """
+    """Old log-probability of each token. Empty if it is computed in every training pass."""
     factor: Tensor
-    """Weight of each token from the correction of the discrepancy, 0 for a dropped token. All 1 if
-    the old log-probability is computed in every training pass.
+    """Weight of each token that corrects the discrepancy between trainer and engine. 0 for a
+    dropped token. All 1 if the old log-probability is computed in every training pass.
     """
     norm: Tensor
-    """Factor on each token's loss: one divided by the divisor of the loss."""
+    """Factor on each token's loss: 1 / the divisor of the loss."""
     reference_logp: Tensor
     """Log-probability of each token under the reference policy. Empty if the loss has no KL
     term.
@@ -42,8 +40,8 @@ class Minibatch:
     lag: Tensor
     """Lag of each token in batches. -1 for tokens that the policy did not sample."""
     teacher_logp: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Log-probability of each token under its teacher. Empty if the loss needs no teacher, or the
-    teacher's whole distribution.
+    """Log-probability of each token under its sequence's teacher. Empty without a teacher, and if
+    the loss needs the teacher's whole distribution.
     """
     forecasts: Forecasts | None = None
     """The critic's forecasts of rewards. None without a critic."""
@@ -57,12 +55,11 @@ class FailedBatch:
     """
 
     stage: Literal["old_logps", "step"]
-    """The computation that failed: `old_logps` (old log-probabilities of the batch) or `step` (the
+    """The computation that failed: `old_logps` (of old log-probabilities) or `step` (of the
     gradient).
     """
     minibatch: Minibatch
     divisor: int = 1
     """With `trainer.stream`, the divisor of the loss, which the minibatch's `norm` does not
-    include. Otherwise 1. With `trainer.stream`, the minibatch has all parts of the batch if the
-    gradient was not finite, and only the failed part if a loss was not.
+    include. Otherwise 1.
     """

@@ -1,4 +1,4 @@
-"""The configured correction and objective, as functions of log-probabilities.
+"""The run's correction and objective, as functions of log-probabilities.
 
 The trainer calls these functions in every step. The dashboard calls them on recorded tokens with
 other options, so this module needs no model.
@@ -20,10 +20,11 @@ from unstale.techniques.hooks import NO_TECHNIQUES, Techniques
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """The configured correction and objective, as functions of log-probabilities `[T]`.
+    """The run's correction and objective, as functions of log-probabilities `[T]`.
 
-    The correction acts on D = old_logp / behavior_logp, the objective on S = logp / old_logp, as
-    ratios of probabilities. Techniques may replace the ratio and the objective.
+    The correction acts on D = pi_old / mu, the ratio of trainer to engine. The objective acts on S
+    = pi / pi_old, the ratio of the current to the old policy. Techniques may replace the second
+    ratio and the objective.
     """
 
     correction: CorrectionConfig
@@ -31,10 +32,11 @@ class LossSpec:
     techniques: Techniques = NO_TECHNIQUES
 
     def correct(self, old_logp: Tensor, batch: Batch) -> CorrectionWeights:
-        """Return the correction's weight of each token: first the token veto, then the mode.
+        """Return the correction's weight of each token.
 
-        The veto drops sequences with an impossible token. The mode drops or weights tokens by the
-        discrepancy D, which may be aggregated over a unit of several tokens.
+        First the token veto drops sequences in which a token's ratio D = pi_old / mu is below
+        `correction.token_veto_threshold`. Then `correction.mode` drops or weights tokens by D,
+        which may be aggregated over several tokens.
         """
         config = self.correction
         whole = self.whole(batch)
@@ -56,7 +58,7 @@ class LossSpec:
         return apply_mode(over_unit(log_d), correction, **divergences, **options)
 
     def vetoed(self, old_logp: Tensor, batch: Batch) -> Tensor:
-        """Return True for the sampled tokens that the token veto drops, `[T]`."""
+        """Return a mask `[T]` of the sampled tokens in sequences that the token veto drops."""
         whole = self.whole(batch)
         log_d = corrections.log_discrepancy(old_logp, whole.behavior_logp, sampled=whole.sampled)
         return batch.sampled & ~self._veto(log_d, batch).keep
@@ -69,9 +71,9 @@ class LossSpec:
         return corrections.veto(log_d, correction, sequence=batch.sequence, below=below)
 
     def surrogate(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
-        """Return the loss of each token, computed from its staleness ratio S.
+        """Return the objective's loss of each token, as a function of the ratio S = pi / pi_old.
 
-        Weights are not applied. The ratio may be aggregated over a unit of several tokens.
+        The correction's weights are not applied. The ratio may be aggregated over several tokens.
         """
         config = self.objective
         batch = self.whole(batch)
@@ -107,8 +109,9 @@ class LossSpec:
         return config.surrogate(log_s, batch.advantage, **inputs)
 
     def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
-        """Return the weights `factor` of tokens' losses, lowered where pi / mu exceeds
-        `ratio_cap`.
+        """Return the weights `factor` `[T]`, lowered where pi / mu exceeds `objective.ratio_cap`.
+
+        pi is the current policy, with the log-probabilities `logp`, and mu the engine's.
         """
         high = self.objective.ratio_cap
         if not high:
@@ -118,9 +121,10 @@ class LossSpec:
         )
 
     def norm(self, batch: Batch, keep: Tensor) -> Tensor:
-        """Return, for each token, one divided by the loss's divisor in one optimizer step, `[T]`.
+        """Return the factor on each token's loss, `[T]`: 1 / the loss's divisor.
 
-        `keep` `[T]` is False for tokens that the correction dropped.
+        `batch` has the step's sequences. `keep` `[T]` is False for tokens that the correction
+        dropped.
         """
         return objectives.token_norm(
             batch.trained,
@@ -131,9 +135,10 @@ class LossSpec:
         )
 
     def divisor(self, batch: Batch, keep: Tensor) -> int:
-        """Return what a batch adds to the divisor of the loss, such as a number of tokens.
+        """Return what a batch contributes to the divisor of the loss, such as its number of tokens.
 
-        The factors that `norm` returns, times this number, do not depend on other sequences.
+        `norm` times this number does not depend on the other sequences of the step. `keep` is as
+        there.
         """
         return objectives.loss_divisor(
             batch.trained, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
@@ -141,7 +146,10 @@ class LossSpec:
 
     @property
     def uses_sequences(self) -> bool:
-        """True if a ratio over several tokens is used, in which shared tokens count, too."""
+        """True if the loss needs whole sequences, with tokens that other episodes sampled.
+
+        This is so for ratios over several tokens, for example.
+        """
         correction, objective = self.correction, self.objective
         return bool(
             correction.token_veto_threshold
@@ -154,7 +162,7 @@ class LossSpec:
         )
 
     def whole(self, batch: Batch) -> Batch:
-        """Return the batch with whole sequences if `uses_sequences`, else the batch unchanged.
+        """Return the batch with whole sequences if `uses_sequences`, otherwise the batch unchanged.
 
         A forked episode shares tokens with the episode from which it was forked. In whole sequences
         these tokens are marked as sampled.
@@ -162,7 +170,7 @@ class LossSpec:
         return batch.whole_sequences() if self.uses_sequences else batch
 
     def scored(self, batch: Batch) -> Tensor:
-        """Return the tokens whose log-probability the loss needs, `[T]` bool."""
+        """Return a mask `[T]` of the tokens whose log-probability the loss needs."""
         return batch.trained | self.whole(batch).sampled
 
     @property
@@ -179,7 +187,7 @@ class LossSpec:
 
 
 def _unit_ids(unit: Unit, batch: Batch, where: Tensor) -> Tensor | None:
-    """Return the unit of each token, `[T]`. None if each token is a unit of its own."""
+    """Return the number of each token's unit, `[T]`. None if each token is a unit of its own."""
     if unit == "token":
         return None
     return corrections.unit_ids(

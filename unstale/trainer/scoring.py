@@ -1,12 +1,12 @@
 """Old log-probabilities and corrections of a batch: all inputs of the loss without a gradient.
 
-    Scoring.old_logps(batch)   checked values of the route (`old_logp`), and the correction of D
+    Scoring.old_logps(batch)   old log-probabilities (`old_logp`), and the correction of D
     Scoring.shape(batch)       advantages and weights as techniques change them
     Scoring.reference(batch)   log-probabilities of the reference policy
     Scoring.teachers           log-probabilities or distributions of teachers
 
-A route is the method by which a run obtains old log-probabilities. All tensors are `[T]` on the
-CPU. `unstale.trainer.loss` turns them into a loss.
+D is the ratio of trainer to engine, pi_old / mu. All tensors are `[T]` on the CPU.
+`unstale.trainer.loss` turns them into a loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,13 +42,15 @@ Audit = Callable[[Batch, Tensor], Mapping[str, float]]
 class OldScores:
     """The old log-probabilities of a batch, a mask of exact ones, and the correction, each `[T]`.
 
-    If old log-probabilities are computed in every training pass (`needs.inline`), `old_logp` and
-    `exact` are empty, and the correction changes nothing.
+    If old log-probabilities are computed in every training pass, `old_logp` and `exact` are empty,
+    and the correction changes nothing.
     """
 
     old_logp: Tensor
     exact: Tensor
-    """True where `old_logp` is exact, False where it is an approximation."""
+    """True where `old_logp` is exact, False where it is an approximation or the token was not
+    sampled.
+    """
     correction: CorrectionWeights
     """The weights that correct the discrepancy between trainer and engine."""
 
@@ -57,10 +59,10 @@ class Scoring:
     """The computation of a loss's inputs: old log-probabilities, corrections and advantages."""
 
     def __init__(self, policy: Policy, config: RunConfig, old: OldLogps, rules: LossSpec) -> None:
-        """Prepare the computation with the route `old`, which computes `old_logp`.
+        """Prepare the computation. `old` is the route: the method that computes `old_logp`.
 
-        A copy of `policy` is kept if the loss or a technique compares with the policy before
-        training.
+        If the loss or a technique compares with the policy before training, a copy of `policy` is
+        kept.
         """
         self._policy = policy
         self._old = old
@@ -74,24 +76,26 @@ class Scoring:
         self._takes_engine_logps = config.old_logps.weight_of_now(config) == 0
         keeps_reference = config.objective.kl_coef or "reference" in rules.techniques.needs
         self.reference_policy = policy.twin() if keeps_reference else None
-        """The policy before training. None if neither the loss nor a technique compares with it."""
+        """A copy of the policy before training. None if neither the loss nor a technique needs
+        it.
+        """
         distiller = rules.techniques.distiller
         self.teachers = Teachers(policy, config, distiller) if distiller else None
         """The teachers of a run with distillation. None without it."""
         self.num_compared = 0
-        """Number of tokens of the batch that were compared with the engine's values in a bitwise
-        run.
+        """Number of log-probabilities of the batch that were compared with the engine's
+        (`engine.bitwise`).
         """
         self.failed_batch: FailedBatch | None = None
-        """The data of the current step, to be saved if a number is not finite. None before the
+        """The data of the current step, which is saved if a number is not finite. None before the
         first step.
         """
 
     def old_logps(self, batch: Batch, lag: Tensor, metrics: StepMetrics) -> OldScores:
         """Return the old log-probabilities and the corrections of a batch.
 
-        Metrics are added to `metrics`. `lag` is the lag of each token, `[T]`. Raises NonFinite if a
-        log-probability is NaN or infinite.
+        Metrics are added to `metrics`. `lag` `[T]` is the lag of each token in batches. Raises
+        NonFinite if a log-probability is NaN or infinite.
         """
         if self._old.needs.inline or not batch.num_sequences:
             return OldScores(torch.empty(0), torch.empty(0), corrections.keep_all(batch.sampled))
@@ -103,11 +107,11 @@ class Scoring:
         return self.correct(batch, logp, lag, metrics)
 
     def correct(self, batch: Batch, logp: Tensor, lag: Tensor, metrics: StepMetrics) -> OldScores:
-        """Compute old log-probabilities as configured, and correct their discrepancy to the engine.
+        """Return old log-probabilities, and the correction of their discrepancy.
 
-        `logp` are the current log-probabilities `[T]`, empty if the route (`old_logps.route`) does
-        not need them. `lag` is the staleness of each token in versions. Raises NonFinite if a
-        log-probability is NaN or infinite.
+        `logp` are the current log-probabilities `[T]`, or empty if the method that computes
+        `old_logp` (`old_logps.route`) does not need them. `lag` `[T]` is the lag of each token in
+        batches. Raises NonFinite if a log-probability is NaN or infinite.
         """
         if self.is_inline and batch.shared:  # its owners may be in another pass
             old_logp, exact = self._ask_route(self._rules.whole(batch), logp)
@@ -131,13 +135,16 @@ class Scoring:
         return OldScores(old_logp, exact, correction)
 
     def require_equal(self, batch: Batch, name: str, logp: Tensor, where: Tensor) -> None:
-        """Raise NotBitwise if a log-probability at `where` differs from the engine's."""
+        """Raise NotBitwise if a log-probability in the mask `where` differs from the engine's.
+
+        `name` is what `logp` is called in the message.
+        """
         self.num_compared += bitwise.require_equal(batch, name, logp, where)
 
     def reference(self, batch: Batch) -> Tensor:
         """Return the log-probabilities `[T]` under the reference policy.
 
-        Empty if neither loss nor techniques need them.
+        Empty if nothing needs them.
         """
         if self.reference_policy is None or not batch.num_sequences:
             return torch.empty(0)
@@ -154,8 +161,8 @@ class Scoring:
     ) -> tuple[Batch, Tensor]:
         """Apply the techniques that change advantages.
 
-        Return the batch with new advantages, and token weights `[T]`. `progress` is the share of
-        the run's optimizer steps that are done, 0 to 1.
+        Return the batch with new advantages, and the weight of each token, `[T]`. `progress` is the
+        share of the run's optimizer steps that are done, 0 to 1.
         """
         factor = old.correction.factor
         if not self._techniques.shapers or not batch.num_sequences:
@@ -196,9 +203,10 @@ class Scoring:
         return batch, factor
 
     def with_placed(self, batch: Batch, old: OldScores, metrics: StepMetrics) -> OldScores:
-        """Return old log-probabilities and weights with those of the placed text that has a loss.
+        """Return `old` with old log-probabilities and weights for the placed text that has a loss.
 
-        The token veto drops the placed text of a sequence, too.
+        Placed text was not sampled in its context (`objective.placed`). If the token veto drops a
+        sequence, it also drops the sequence's placed text.
         """
         placed = batch.placed
         if placed is None or not placed.trained.any():
@@ -225,9 +233,9 @@ class Scoring:
         return replace(old, old_logp=values, correction=correction)
 
     def offer(self, batch: Batch, index: Tensor, old: OldScores) -> None:
-        """Offer a batch with its `old_logp` to the techniques that store groups for replay.
+        """Give a batch and its `old_logp` to the techniques that store groups for replay.
 
-        `old` has the values of the tokens at `index`. Values that are not exact are replaced by
+        `old` has the values of the tokens at `index`. A value that is not exact is replaced by
         `behavior_logp`.
         """
         if not self._techniques.sources:
@@ -241,7 +249,7 @@ class Scoring:
         self._techniques.prepared(replace(batch, stored=StoredLogps(values, known)), lag)
 
     def hidden_states(self, batch: Batch, query: StatesQuery) -> HiddenStates:
-        """Return the hidden states that `query` asks for, of a batch under the current weights."""
+        """Return the hidden states of a batch, under the current weights, that `query` asks for."""
         found = self._policy.hidden_means(
             batch,
             last_tokens(batch, query.tokens),
@@ -260,8 +268,8 @@ class Scoring:
     def _ask_route(self, batch: Batch, logp: Tensor) -> tuple[Tensor, Tensor]:
         """Return the old log-probabilities of a batch and a mask of exact ones, `[T]` each.
 
-        The route (the source of `old_logp`) computes the values, except for replayed tokens, on
-        which an earlier step was trained. Their values are stored in the batch.
+        The route computes them, except for replayed tokens, which were trained on in an earlier
+        batch. Their values are stored in the batch.
         """
         if batch.stored is None:
             return self._old.logps(batch, logp)
@@ -291,17 +299,14 @@ class Scoring:
 
 
 def select(values: Tensor, index: Tensor) -> Tensor:
-    """Return `values[index]`.
-
-    Return `values` unchanged if it is empty, which means that it is unknown.
-    """
+    """Return `values[index]`, or `values` if it is empty (the values are unknown)."""
     return values[index] if len(values) else values
 
 
 def require_finite(batch: Batch, **logps: Tensor) -> None:
-    """Raise NonFinite, with the episode and the token, if a token's value is not finite.
+    """Raise NonFinite, with the episode and the token, if a log-probability is not finite.
 
-    Only tokens with a loss are checked.
+    `logps` are tensors `[T]` by the name in the message. Only tokens with a loss are checked.
     """
     episode = torch.tensor(batch.episodes)[batch.sequence]
     corrections.check_finite(logps, batch.trained, sequence=episode, version=batch.version)

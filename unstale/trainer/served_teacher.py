@@ -1,7 +1,7 @@
-"""A distillation teacher on a server, called by vLLM's completions API with `prompt_logprobs`.
+"""A distillation teacher on a server, asked through vLLM's completions API with `prompt_logprobs`.
 
 One request has the tokens of one sequence. The server returns the log-probability of each of them
-at temperature 1. Its tokenizer is compared with the policy's before the first request.
+at temperature 1. Before the first request, the server's tokenizer is compared with the policy's.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from unstale.model.prefix_tree import Packed
 from unstale.records import Batch
 
 REQUESTS = 64
-"""Largest number of requests that are sent at the same time."""
+"""Largest number of requests that are in flight at the same time."""
 ATTEMPTS = 5
-"""Number of attempts at a request. It is repeated only if no answer came."""
+"""Number of attempts at a request. Only requests without an answer are repeated."""
 FIRST_WAIT_S = 1.0
-"""Seconds before the second attempt. They double with each further attempt."""
+"""Seconds between the first and the second attempt. They double with each further attempt."""
 PROBE = (
     "".join(map(chr, range(32, 127)))
     + " Zürich, 東京, Київ: 3.14159e-10 != 2,718 \n\t def f(x): 🙂"
 )
-"""A text that both tokenizers encode for comparison: letters of several scripts, digits, code and a
-symbol.
+"""A text that is encoded with the tokenizers of server and policy for comparison: letters of
+several scripts, digits, code and a symbol.
 """
 
 
 class ServedTeacher:
-    """A teacher that a server computes. Only the first rank sends requests."""
+    """A teacher whose model runs on a server. Only the first trainer rank sends requests."""
 
     def __init__(self, url: str, tokenizer: Any, peers: RankGroup) -> None:
         """Ask the server for its model, and compare the model's tokenizer with `tokenizer`.
@@ -53,10 +53,7 @@ class ServedTeacher:
             raise ConfigError(f"distil.teacher {url} {problem}")
 
     async def _meet(self, tokenizer: Any) -> str:
-        """Read the name of the server's model.
-
-        Return a problem with its tokenizer, or "" if there is none.
-        """
+        """Read the name of the server's model. Return a problem with its tokenizer, or ""."""
         models = await self._http.call("GET", "/v1/models")
         self._model = models["data"][0]["id"]
         body = {"model": self._model, "prompt": PROBE, "add_special_tokens": False}
@@ -70,7 +67,7 @@ class ServedTeacher:
         )
 
     def score(self, packed: Batch | Packed, where: Tensor) -> Tensor:
-        """Return the teacher's log-probabilities `[T]` of the tokens of sequences.
+        """Return the teacher's log-probabilities `[T]` of all tokens of packed sequences.
 
         The first token of a sequence has 0. `where` is not used. Raises OSError if the server
         fails.
@@ -94,9 +91,9 @@ class ServedTeacher:
         return await asyncio.gather(*map(row, sequences))
 
     async def _ask(self, tokens: Sequence[int]) -> Any:
-        """Send the request for one sequence.
+        """Send the request for one sequence, repeatedly if no answer comes.
 
-        Repeat it if no answer comes. Return the JSON of the answer.
+        Return the answer's JSON.
         """
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
         for attempt in range(ATTEMPTS):
@@ -111,9 +108,9 @@ class ServedTeacher:
 
 
 def _values(tokens: Sequence[int], answer: Any, url: str) -> list[float]:
-    """Return the log-probabilities of a sequence's tokens from an answer, 0 for the first.
+    """Return the log-probabilities of a sequence's tokens from an answer of the server.
 
-    Raises ConnectionError if the answer lacks one.
+    The first token has 0. Raises ConnectionError if the answer lacks a token.
     """
     try:
         rows: Sequence[Mapping[str, Any] | None] = answer["choices"][0]["prompt_logprobs"]
@@ -135,9 +132,9 @@ def _values(tokens: Sequence[int], answer: Any, url: str) -> list[float]:
 
 
 def _complete(call: Awaitable[Any]) -> Any:
-    """Run a coroutine in a new event loop and return its result.
+    """Run a coroutine in an event loop of its own and return its result.
 
-    The caller's thread may already run one.
+    The caller's thread may already run an event loop.
     """
 
     async def run() -> Any:

@@ -1,9 +1,9 @@
-"""The parts of a batch whose gradients are added while the rest is still being generated.
+"""The parts of a batch that are trained on while the rest is still being generated.
 
 The gradient of a step is a sum over tokens, divided by the number of tokens or sequences of the
 whole batch (`objectives.loss_divisor`). So the gradients of a batch's parts can be added in any
-order, without the divisor, which is applied before the gradient is clipped. The method is from the
-paper Periodic Asynchrony, in which the weights do not change before the batch is complete, either.
+order, without the divisor, which is applied before the gradient is clipped. The weights do not
+change before the batch is complete, as in the paper Periodic Asynchrony.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from unstale.trainer.records import Minibatch
 
 
 class AddedParts:
-    """The parts of the next batch whose gradients were already added."""
+    """The parts of the next batch whose gradients have been added before it is complete."""
 
     def __init__(self) -> None:
         self._parts: list[Batch] = []
@@ -35,16 +35,17 @@ class AddedParts:
     def append(self, part: Batch, scored: Batch, old_logp: Tensor, minibatch: Minibatch) -> None:
         """Add a part of the batch.
 
-        `scored` are its sequences that got forward passes, with `old_logp` `[T]`.
+        `scored` has those of its sequences that got forward passes, and `old_logp` `[T]` their
+        values.
         """
         self._parts.append(part)
         self._scored.append((scored, old_logp))
         self._minibatches.append(minibatch)
 
     def rest(self, batch: Batch) -> list[int]:
-        """Return the indices of the sequences of the whole batch that no part contains.
+        """Return the indices of the sequences in the complete batch that are in no added part.
 
-        Raises ValueError if a part is not in the batch, or has other advantages there.
+        Raises ValueError if a part is not in the batch, or has other tokens or advantages there.
         """
         added: set[int] = set()
         for part in self._parts:
@@ -58,16 +59,15 @@ class AddedParts:
     def join(self, batch: Batch, scored: Batch, old_logp: Tensor) -> tuple[Batch, Tensor]:
         """Return all sequences of the batch that got forward passes, and their `old_logp` `[T]`.
 
-        `scored` and `old_logp` are the sequences that are in no part, and their values. The result
-        is in the order of the batch. Its `old_logp` is empty if that is computed in every training
-        pass.
+        `scored` and `old_logp` are those of the sequences in no added part. The result has the
+        order of the batch. Its `old_logp` is empty if it is computed in every training pass.
         """
         found = [*self._scored, (scored, old_logp)]
         whole, order = _assemble(batch, [part for part, _ in found])
         return whole, _arrange([values for _, values in found], order)
 
     def whole_minibatch(self, batch: Batch, last: Minibatch) -> Minibatch:
-        """Return the minibatch of the whole batch. `last` has the sequences that are in no part."""
+        """Return one minibatch with all parts and with `last`, the sequences in no added part."""
         found = [*self._minibatches, last]
         whole, order = _assemble(batch, [each.batch for each in found])
         return Minibatch(
@@ -84,7 +84,8 @@ class AddedParts:
 def _assemble(batch: Batch, parts: Sequence[Batch]) -> tuple[Batch, Tensor]:
     """Return the sequences of the parts in the order of the batch, with the parts' advantages.
 
-    Also return an index `[T]` that brings the concatenated values of the parts into that order.
+    The second result is an index `[T]` that brings the concatenated values of the parts into that
+    order.
     """
     index = torch.cat([_positions(batch, part) for part in parts])
     advantage = batch.advantage.clone()
@@ -96,16 +97,16 @@ def _assemble(batch: Batch, parts: Sequence[Batch]) -> tuple[Batch, Tensor]:
 
 
 def _arrange(columns: Sequence[Tensor], order: Tensor) -> Tensor:
-    """Join tensors, one from each part of a batch. Return their values at the indices `order`.
+    """Concatenate tensors, one for each part of a batch, and bring them into an order.
 
-    If all tensors are empty, so is the result.
+    Return an empty tensor if all are empty.
     """
     values = torch.cat(list(columns))
     return values[order] if len(values) else values
 
 
 def _positions(batch: Batch, part: Batch) -> Tensor:
-    """Return the position in the batch of each token of a part, `[T]`, found by its episode.
+    """Return the position in the batch of each token of a part, `[T]`.
 
     Raises ValueError if an episode of the part is not in the batch.
     """
@@ -117,7 +118,7 @@ def _positions(batch: Batch, part: Batch) -> Tensor:
 
 
 def _require_equal_advantages(part: Batch, advantage: Tensor) -> None:
-    """Raise ValueError if a part has other advantages `[T]` in the complete batch."""
+    """Raise ValueError if the advantages `[T]` of a part changed when its batch became complete."""
     differs = ~torch.isclose(part.advantage, advantage, rtol=1e-5, atol=1e-7)
     if differs.any():
         at = int(differs.nonzero()[0])

@@ -1,7 +1,7 @@
 """Objectives of supervised training, which learns from reference replies (`unstale sft`).
 
 The policy of the run did not sample the replies, so there is no discrepancy and no staleness. The
-batch has 0 as `behavior_logp`, so the log-ratio that an objective receives is log pi itself.
+batch has 0 as `behavior_logp`. So the log-ratio that an objective receives is log pi itself.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,7 @@ from unstale.records import Batch, Provenance
 def reference_batch(references: Sequence[Reference], *, version: int) -> Batch:
     """Return conversations as a batch that trains on their replies.
 
-    `version` is the version of the weights before the batch. Raises ValueError if there is no
-    conversation.
+    `version` is the current version of the weights. Raises ValueError if there is no conversation.
     """
     if not references:
         raise ValueError("a batch needs at least one conversation")
@@ -44,14 +43,14 @@ def reference_batch(references: Sequence[Reference], *, version: int) -> Batch:
 
 
 class CrossEntropy:
-    """The objective -log pi(y) of a reference token y."""
+    """The objective -log pi(y) for each token y of a reference reply."""
 
     def __init__(self) -> None:
         self._nll = 0.0
         self._tokens = 0
 
     def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
-        """Return the loss of each token. `log_ratio` is log pi of the reference tokens, `[T]`."""
+        """Return the loss of each token. `log_ratio` `[T]` is the log-probability of the tokens."""
         logp = torch.where(batch.sampled, log_ratio, 0.0)
         held = logp.detach()[batch.sampled].double()
         self._nll -= held.sum().item()
@@ -60,11 +59,11 @@ class CrossEntropy:
         return Surrogate(-self.weight(logp.detach()) * logp, nowhere, nowhere)
 
     def weight(self, logp: Tensor) -> Tensor:
-        """Return the factor on each token's -log pi, given its log pi `[T]`."""
+        """Return the factor `[T]` on each token's -log pi. `logp` `[T]` is log pi."""
         return torch.ones_like(logp)
 
     def take_nll(self) -> float:
-        """Return the mean of -log pi over the tokens since the last call, in nats."""
+        """Return the mean of -log pi over all tokens since the last call, in nats."""
         mean = self._nll / self._tokens
         self._nll, self._tokens = 0.0, 0
         return mean
@@ -82,9 +81,10 @@ class Otr(CrossEntropy):
     """
 
     def __init__(self, *, beta: float = 0.0, samples: int = 0, seed: int = 0) -> None:
-        """`beta` is the reward of other tokens.
+        """Create the objective. `beta` is the reward of other tokens than the reference token.
 
-        Raises ValueError for `beta` >= 1, which would not favour y, and for negative `samples`.
+        Raises ValueError for `beta` >= 1, which would not favour the reference token, and for
+        negative `samples`.
         """
         if not beta < 1 or samples < 0:
             raise ValueError(f"beta must be < 1 and samples >= 0, got {beta:g} and {samples}")

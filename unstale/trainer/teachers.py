@@ -1,8 +1,8 @@
 """The teachers of a run with distillation.
 
-A teacher gives log-probabilities or whole distributions. A sequence may have a lesson: its teacher,
-and a text that only the teacher reads. Policy and teacher then predict the same sampled tokens
-after different prompts.
+A teacher gives log-probabilities or whole distributions. A sequence may have a lesson, which names
+its teacher and has a text that only the teacher reads. Policy and teacher then predict the same
+sampled tokens after different prompts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,13 @@ from unstale.trainer.served_teacher import ServedTeacher
 
 
 class Teacher(Protocol):
-    """A model that gives log-probabilities of the sampled tokens of sequences."""
+    """A model that gives log-probabilities of tokens to the distillation loss."""
 
     def score(self, packed: Batch | Packed, where: Tensor) -> Tensor:
-        """Return the teacher's log-probabilities `[T]`, correct at the tokens in `where` (bool)."""
+        """Return the teacher's log-probabilities `[T]`.
+
+        Only those in the mask `where` are needed.
+        """
         ...
 
 
@@ -56,8 +59,8 @@ class Teachers:
     def __init__(self, policy: Policy, config: RunConfig, distiller: Distiller) -> None:
         """Load the teachers that `distil.teacher` names.
 
-        Raises `ConfigError` for a teacher whose tokenizer differs from the policy's, or one that
-        cannot be loaded.
+        Raises `ConfigError` for a teacher that cannot be loaded, or whose tokenizer differs from
+        the policy's.
         """
         self._policy = policy
         self._config = config
@@ -98,7 +101,7 @@ class Teachers:
     def logps(self, batch: Batch) -> Tensor:
         """Return the log-probability of each sampled token under its sequence's teacher, `[T]`.
 
-        Empty if the loss needs whole distributions.
+        Empty if the loss needs whole distributions instead.
         """
         if self._options.is_full or not batch.num_sequences:
             return torch.empty(0)
@@ -110,9 +113,9 @@ class Teachers:
         return values
 
     def comparison(self, batch: Batch) -> Comparison | None:
-        """Return a query for the divergence from the teachers at a training pass's sampled tokens.
+        """Return a function that computes the divergence from teachers in a pass on `batch`.
 
-        None if the loss needs only log-probabilities of tokens.
+        None if the loss needs only the teachers' log-probabilities of sampled tokens.
         """
         if not self._options.is_full:
             return None
@@ -129,9 +132,7 @@ class Teachers:
         return Comparison(found, self._distiller.divergence)
 
     def _parts(self, batch: Batch) -> list[tuple[Teacher, Batch, Tensor]]:
-        """Return each teacher with its sequences, and the positions of their tokens in the
-        batch.
-        """
+        """Return for each teacher its sequences, and the positions of their tokens."""
         numbers = [each.teacher for each in batch.lessons] or [0] * batch.num_sequences
         found = []
         for number, teacher in enumerate(self._teachers):
@@ -141,9 +142,10 @@ class Teachers:
         return found
 
     def after_step(self, steps: int) -> None:
-        """Copy the policy's weights to the teacher after every `distil.refresh` optimizer steps.
+        """Copy the policy's weights to the teacher if `steps` is a multiple of `distil.refresh`.
 
-        `steps` is the number of optimizer steps that were taken.
+        `steps` is the number of optimizer steps that were taken. With `distil.refresh` 0, do
+        nothing.
         """
         refresh = self._options.refresh
         if refresh and steps % refresh == 0:
@@ -170,9 +172,9 @@ class Teachers:
 
 
 def as_taught(batch: Batch) -> tuple[Batch | Packed, Tensor]:
-    """Return the sequences as the teachers read them, and a mask of the sampled tokens in these.
+    """Return the sequences that teachers read, and a mask of the sampled tokens in them.
 
-    Sampled tokens keep their order. If no teacher reads a further text, the batch itself is
+    Sampled tokens keep their order. If no lesson has a text for teachers, the batch itself is
     returned.
     """
     if not any(each.tokens for each in batch.lessons):
@@ -189,7 +191,7 @@ def as_taught(batch: Batch) -> tuple[Batch | Packed, Tensor]:
 
 
 def _predicted(where: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Return the mask `where` without each sequence's first token, which nothing predicts."""
+    """Return the mask `where` without the first token of each sequence."""
     predicted = where.clone()
     predicted[list(offsets[:-1])] = False
     return predicted

@@ -38,7 +38,8 @@ class LocalThread:
     def __init__(self, name: str, before: Callable[[], object] = lambda: None) -> None:
         """Create the thread.
 
-        `before` is called before each function, and before each layer of a model in it.
+        `before` is called in the thread before each function, and before each layer of a model that
+        the function runs.
         """
         self._executor = ThreadPoolExecutor(1, name, before_layer.set, (before,))
         self._before = before
@@ -56,13 +57,13 @@ class LocalThread:
 
 
 class FreedMemory:
-    """A policy for returning freed memory of this process to the system.
+    """A policy for returning freed memory of this process to the operating system.
 
     The C library of Linux keeps freed memory in blocks that later allocations often do not fit
     into: 4 bytes per weight of the model, and more with each step. Returning it takes milliseconds,
     but the next pass must allocate its memory again, which takes a tenth of a step in the demo. So
-    freed memory is kept until the process has grown by the factor `GROWTH` since memory was last
-    returned.
+    freed memory is returned only when the process has grown by the factor `GROWTH` since the last
+    time.
 
     Errors of environments and clients form reference cycles with the frames that they passed, and
     so with messages and replies. Python would almost never collect such cycles once they are old.
@@ -70,16 +71,16 @@ class FreedMemory:
 
     GROWTH = 1.25
     CYCLES_S = 60.0
-    """Smallest time in seconds between two collections of reference cycles."""
+    """Least number of seconds between two collections of reference cycles."""
 
     def __init__(self) -> None:
         self._size = 0
         self._collected_at = -math.inf
 
     def trim(self, *, now: bool) -> None:
-        """Return freed memory to the system if `now` is set, or if the process has grown.
+        """Return freed memory to the operating system, with `now` or if the process has grown.
 
-        Before that, collect reference cycles if `now` is set, or if `CYCLES_S` seconds have passed.
+        Before that, collect reference cycles, with `now` or if `CYCLES_S` seconds have passed.
         """
         if now or time.monotonic() >= self._collected_at + self.CYCLES_S:
             gc.collect()
@@ -101,9 +102,9 @@ def trainer_threads(
 ) -> int:
     """Return the number of CPU threads of the trainer, or of each trainer rank.
 
-    All processes of a run share `num_cores` cores; None means the cores of this process. With more
-    threads than cores in all, every process would become many times slower. `with_engine_cores`
-    adds the cores of the engines to the trainer's.
+    All processes of a run share `num_cores` cores. None means the cores that this process may use.
+    More threads than cores in all would make every process many times slower. With
+    `with_engine_cores`, the trainer also gets the cores of the engines.
     """
     if config.trainer.threads:
         return config.trainer.threads
@@ -124,12 +125,12 @@ def trainer_threads(
 class SharedCores:
     """The division of CPU cores between the engines and a trainer in this process.
 
-    The trainer computes on the cores that the other processes leave, and also on those of the
-    engines while these have no request.
+    The trainer computes on the cores that the other processes leave, and also on the engines' cores
+    while the engines have no request.
     """
 
     def __init__(self, config: RunConfig, *, are_engines_idle: Callable[[], bool]) -> None:
-        """Divide the cores by the options of a run.
+        """Divide the cores as the options of a run ask.
 
         `are_engines_idle` is called in the trainer's thread. It must return True if the engines
         have no request, and no group of training episodes can start before the next optimizer step.
@@ -143,7 +144,7 @@ class SharedCores:
         self._helper = ThreadPoolExecutor(1, "threads")
 
     def take(self) -> None:
-        """Set the number of torch threads of the calling thread to the cores that are free.
+        """Set the calling thread's number of torch threads to the cores that are free.
 
         Threads that start later get 1. A thread that starts while this method runs may get the
         number of the calling thread.

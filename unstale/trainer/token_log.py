@@ -1,4 +1,4 @@
-"""A collector of the values of trained tokens for the journal, while the steps on a batch run."""
+"""A collector of values of single trained tokens, for the run's journal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,16 +34,16 @@ class _Part:
 
 
 class TokenLog:
-    """The values of the sampled tokens of some groups of one batch, for the journal.
+    """The values of the sampled tokens of some groups of one batch, for the run's journal.
 
-    The values of an optimizer step's forward passes are collected in another object, which
-    `of_passes` returns and `add_passes` adds to this one.
+    The forward passes of an optimizer step add their values to another object, which `of_passes`
+    returns. `add_passes` then adds it to this one.
     """
 
     def __init__(self, *, share: float = 0.0, minibatch: int | None = None) -> None:
         """Create an empty log. `share` is the share of groups whose token values are kept.
 
-        `minibatch` is the number of the optimizer step within the batch, None before the first
+        `minibatch` is the number of the optimizer step within the batch. None before the first
         step.
         """
         self.share = share
@@ -52,9 +52,10 @@ class TokenLog:
         self._parts: list[_Part] = []
 
     def begin(self, batch: Batch, *, route: str) -> None:
-        """Record the sequences and advantages of a batch, or of some of its groups.
+        """Record the sequences of a batch, or of some of its groups, and their advantages.
 
-        Sequences without sampled tokens are left out.
+        Sequences without sampled tokens are left out. `route` is the name of the method that
+        computes `old_logp` (`old_logps.route`).
         """
         kept = self._kept(batch)
         if not kept:
@@ -74,7 +75,7 @@ class TokenLog:
         self._add(batch, advantage=batch.advantage)
 
     def arrange(self, episodes: Sequence[int]) -> None:
-        """Sort the recorded sequences into the order of `episodes`, the episodes of a batch."""
+        """Sort the recorded sequences by the order of their episodes in `episodes`."""
         places = {episode: i for i, episode in enumerate(episodes)}
         self._sequences.sort(key=lambda each: places[each.episode])
 
@@ -87,9 +88,9 @@ class TokenLog:
         exact: Tensor,
         vetoed: Tensor,
     ) -> None:
-        """Add old log-probabilities and corrections of sampled tokens, as far as they are known.
+        """Add old log-probabilities and corrections of sampled tokens, `[T]` each.
 
-        Tensors are `[T]`.
+        `exact` marks exact values of `old_logp`, and `vetoed` the tokens that the token veto drops.
         """
         flags = _flags(
             {
@@ -102,14 +103,20 @@ class TokenLog:
         self._add(batch, log_d=log_d, weight=correction.factor, flags=flags)
 
     def add_shaped(self, batch: Batch, *, dropped: Tensor) -> None:
-        """Add the advantages that techniques changed, and the mask `[T]` of tokens they dropped."""
+        """Add the advantages after all techniques, and the tokens that they dropped.
+
+        `dropped` is a mask `[T]`.
+        """
         flags = _flags({TokenFlag.DROPPED: dropped})
         self._add(batch, advantage=batch.advantage, flags=flags)
 
     def add_forward(
         self, batch: Batch, logp: Tensor, old_logp: Tensor, *, surrogate: Surrogate, capped: Tensor
     ) -> None:
-        """Add the values of sampled tokens from a forward pass of the loss. Tensors are `[T]`."""
+        """Add values of sampled tokens from a forward pass of the loss, `[T]` each.
+
+        `capped` marks the tokens whose weight `objective.ratio_cap` lowered.
+        """
         flags = _flags(
             {
                 TokenFlag.CLIPPED_LOW: surrogate.clipped_low,
@@ -120,11 +127,11 @@ class TokenLog:
         self._add(batch, log_s=logp - old_logp, flags=flags)
 
     def add_entropy(self, batch: Batch, entropy: Tensor, *, where: Tensor) -> None:
-        """Add the entropies `[T]` of the tokens in `where` (`[T]` bool)."""
+        """Add the entropies `[T]` of the tokens in the mask `where`."""
         self._add(batch, entropy=torch.where(where, entropy, torch.nan))
 
     def of_passes(self, minibatch: int) -> "TokenLog":
-        """Return an empty object for the forward passes of one optimizer step.
+        """Return an empty log for the forward passes of one optimizer step, for `add_passes`.
 
         `minibatch` is the number of the step within the batch, from 0.
         """
@@ -154,7 +161,6 @@ class TokenLog:
         ]
 
     def _kept(self, batch: Batch) -> list[int]:
-        """Return the indices of the sequences whose token values are kept."""
         if not self.share:
             return []
         return [i for i, number in enumerate(batch.group) if keeps_tokens(number, self.share)]
@@ -181,7 +187,7 @@ class TokenLog:
 
 
 def _merge(name: str, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return two arrays of values of the same tokens, merged. `name` is the kind of the values.
+    """Merge two arrays of values of the same tokens. `name` is the kind of the values.
 
     Flags are combined. Of other values, `after` replaces `before` where it is not NaN.
     """

@@ -1,4 +1,4 @@
-"""The optimizer and its float32 weights. Both may be in main memory while no step changes them."""
+"""The optimizer and its float32 weights, which may be in main memory between optimizer steps."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,17 +15,18 @@ from unstale.trainer.offload import MainMemory
 from unstale.trainer.optimizer import make_optimizer
 
 PART = 1 << 26
-"""Number of weights that an optimizer step changes at a time, if they are otherwise in main memory.
+"""Number of weights that an optimizer step changes at a time, if they are offloaded to main memory.
 A larger tensor is changed by itself.
 """
 
 
 class WeightUpdate:
-    """An update of a policy's weights by their gradients.
+    """The optimizer of a policy, with its float32 weights.
 
-    With `trainer.offload_optimizer`, the optimizer's state and float32 weights that passes do not
-    use are on the device only while a part of a step changes them. The result is the same, bit for
-    bit: no optimizer of torch computes with two weights at a time.
+    With `trainer.offload_optimizer`, the optimizer's state and the float32 weights that passes do
+    not use are in main memory. They are on the device only while an optimizer step changes them,
+    part by part. The result is the same, bit for bit, because no optimizer of torch combines two
+    weights.
     """
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
@@ -37,7 +38,7 @@ class WeightUpdate:
         self._memory = MainMemory()
         self._groups = by_mesh(self._weights)
         self._parts = self._groups
-        """The names of the weights in each part of an optimizer step, which are changed
+        """The parts of an optimizer step: for each, the names of the weights that are changed
         together.
         """
         self._offloads = config.trainer.offload_optimizer
@@ -68,7 +69,7 @@ class WeightUpdate:
     def apply(self, step: int) -> Tensor:
         """Take optimizer step number `step`, and round the weights into the policy.
 
-        Free the gradients. Return the sums of `Masters.moved`.
+        The gradients are freed. Return the three sums of `Masters.moved`.
         """
         gradients = {name: weight.grad for name, weight in self._weights.items()}
         self.drop_gradients()
@@ -88,7 +89,7 @@ class WeightUpdate:
         self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the weights and the optimizer's state for a checkpoint. Nothing is copied."""
+        """Return the weights and the optimizer's state for a checkpoint, without a copy."""
         read = self._memory.numbers
         optimizer = self.optimizer.state_dict()
         optimizer["state"] = {
@@ -104,10 +105,10 @@ class WeightUpdate:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state of a checkpoint.
+        """Load the state of a checkpoint.
 
-        The optimizer uses its tensors without a copy, unless they are offloaded. Raises ValueError
-        if it belongs to another optimizer.
+        The optimizer keeps its tensors without a copy, unless they are offloaded. Raises ValueError
+        if the state belongs to another optimizer.
         """
         # torch loads the state of another optimizer without an error, and fails at the next step
         used = state.get("optimizer_name", self._name)
@@ -138,7 +139,7 @@ class WeightUpdate:
     def _put_away_copies(self) -> None:
         """Replace the optimizer's state by a copy, because others may read the original.
 
-        The large tensors of the copy are in main memory.
+        The copy's large tensors are in main memory.
         """
         for values in self.optimizer.state.values():
             for key, value in values.items():
@@ -155,7 +156,7 @@ class WeightUpdate:
         self._memory.wait()
 
     def _offloaded(self, name: str) -> Iterator[Tensor]:
-        """Yield those tensors of a weight that are in main memory between steps."""
+        """Yield the tensors of a weight that are in main memory between optimizer steps."""
         weight = self._weights[name]
         if name in self.masters.separate:
             yield weight.detach()
@@ -163,12 +164,12 @@ class WeightUpdate:
 
 
 def _is_offloaded(value: Any) -> bool:
-    """Return True for a value in an optimizer's state that is as large as its weight."""
+    """Return True for a value of an optimizer's state that is as large as its weight."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def parts_of(weights: Mapping[str, Tensor], size: int) -> list[list[str]]:
-    """Return the names of the weights in each part of a step, of at most `size` elements.
+    """Divide weights into the parts of a step, of at most `size` numbers each. Return their names.
 
     A larger weight forms a part by itself. Every rank has the same parts, because they follow from
     the sizes of whole weights.

@@ -216,6 +216,8 @@ def _columns(batch: Batch) -> dict[str, Tensor]:
     columns = {field.name: getattr(batch, field.name) for field in fields(Batch)}
     for name in ("group", "reward", "turn_rewards"):  # no step of a recorded batch reads them
         del columns[name]
+    if columns["engine_entropy"] is None:
+        del columns["engine_entropy"]
     if lessons := columns.pop("lessons"):
         rows = [(each.teacher, each.start, len(each.tokens), *each.tokens) for each in lessons]
         columns[_LESSONS] = torch.tensor([number for row in rows for number in row])

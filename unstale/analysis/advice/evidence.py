@@ -1,7 +1,7 @@
 """Collect from a run folder the figures on which advice about its route is based.
 
-A route is a method to obtain old log-probabilities. Nothing is written. Figures that the run does
-not determine are absent.
+A route is a method to obtain old log-probabilities. The run folder is only read. A figure that
+cannot be computed from it is left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,9 +42,10 @@ from unstale.observe.words import mapping, number
 from unstale.records import nearest_rank
 
 Source = Literal["exact", "audited", "replayed", "lag 0", "moments", "none"]
-"""The source of the true D and S. `exact`: the run's route (way to get `old_logp`). `audited`: the
-audit during training. `replayed`: `unstale audit`. `lag 0`: pi / mu of tokens of lag 0, which is D.
-`moments`: variances estimated from the metrics. `none`: they are not known.
+"""The source of the figures on D = pi_old / mu and S = pi / pi_old. `exact`: the journal of a run
+whose `old_logp` is exact. `audited`: the audit during training. `replayed`: the command `unstale
+audit`. `lag 0`: tokens without staleness, whose pi / mu is D. `moments`: variances estimated from
+metrics. `none`: the run has no source.
 """
 SOURCES: Mapping[Source, str] = {
     "exact": "the route's exact values, in the journal",
@@ -110,30 +111,36 @@ FIGURES = {
     "live_versions": ("", "versions whose tokens wait for training, at most"),
     "route_mb": ("MB", "memory of the route's weights and differences, at most"),
 }
-"""Unit and meaning of each figure. There is also a figure `changed/NAME`, with the meaning of
-`changed_by_route`, for each route NAME (way to get `old_logp`) whose ratios follow from the exact
-ones.
+"""Name of a figure -> its unit and meaning. Names `changed/ROUTE` are not listed: the share of
+tokens that the route ROUTE (a way to get `old_logp`) would stop or pass differently from exact
+values.
 """
 
 Row4 = tuple[float, float, float, float]
-"""log D, log S, lag (staleness in versions) and optimizer step of a token."""
+"""A token: log D = old_logp - behavior_logp, log S = logp - old_logp, lag (its staleness in
+versions) and optimizer step.
+"""
 
 MAX_TOKENS = 200_000
-"""Approximate largest number of tokens in a sample. More would only take more time."""
+"""Approximate largest number of tokens kept of a sample from the journal."""
 MIN_LAG_0 = 100
-"""Smallest number of tokens of lag 0 (no staleness) from which the spread of D is estimated."""
+"""Smallest number of tokens without staleness (lag 0) from which the standard deviation of log D =
+old_logp - behavior_logp is estimated.
+"""
 MIN_OF_BLOCK = 100
-"""Smallest number of tokens in a block of the sample in audit.json. The sample has no steps, so
-standard errors are computed from such blocks.
+"""Smallest number of tokens in a block. The tokens in `audit.json` do not name their step, so
+standard errors are computed over blocks of successive tokens.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The figures of a run about its ratios, by name (see `FIGURES`), and their source."""
+    """What the advice on a run is based on: its configuration, and its figures by name (see
+    `FIGURES`).
+    """
 
     folder: str
-    """The path of the run folder as the caller gave it."""
+    """The path of the run folder, as given to `gather_evidence`."""
     state: str
     """`finished`, `failed` or `unfinished`."""
     config: RunConfig
@@ -160,7 +167,7 @@ class Evidence:
 
 
 def gather_evidence(path: Path) -> Evidence:
-    """Read what `unstale advise` needs from a run folder: configuration and measured numbers.
+    """Read the run folder `path`: its configuration, and the figures that advice is based on.
 
     The run may be in progress, killed or failed. Raises `ConfigError` if the folder has no run, or
     no readable configuration.
@@ -204,16 +211,24 @@ def gather_evidence(path: Path) -> Evidence:
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:
-    """Tokens that the journal sampled from a run's batches, with their log ratios."""
+    """The trained tokens that a run's journal sampled, with log D = old_logp - behavior_logp and
+    log S = logp - old_logp of each.
+    """
 
     tokens: Factors
-    """Tokens with the ratios computed from the `old_logp` of the run."""
+    """Tokens that no audit scored. Their D = pi_old / mu and S = pi / pi_old are computed from the
+    run's own `old_logp`.
+    """
     audited: Factors
-    """Tokens that the audit scored, with the exact ratios."""
+    """Tokens that the audit scored. Their D = pi_old / mu and S = pi / pi_old are computed from its
+    exact `old_logp`.
+    """
     audited_by_route: Factors
-    """The tokens in `audited`, with the ratios computed from the `old_logp` of the run."""
+    """The tokens of `audited`, with D = pi_old / mu and S = pi / pi_old computed from the run's own
+    `old_logp`.
+    """
     versions_per_episode: float | None = None
-    """Mean number of versions that sampled an episode. None if there is no journal."""
+    """Mean number of weight versions that sampled an episode. None without a journal."""
 
 
 def read_sample(folder: RunFolder) -> TokenSample:
@@ -256,12 +271,12 @@ def read_sample(folder: RunFolder) -> TokenSample:
 
 
 def _thinned(rows: list[Row4]) -> list[Row4]:
-    """Return at most about `MAX_TOKENS` evenly spaced rows."""
+    """Return about `MAX_TOKENS` evenly spaced rows, or all rows if there are fewer."""
     return rows[:: max(1, len(rows) // MAX_TOKENS)]
 
 
 def _numbers(row: Mapping[str, Any], names: Sequence[str]) -> Row4 | None:
-    """Return the four values of a row that have the keys `names`. None unless all are numbers."""
+    """Return the values of `row` for the four keys `names`. None unless all are numbers."""
     values = [value for name in names if (value := number(row.get(name))) is not None]
     return (values[0], values[1], values[2], values[3]) if len(values) == 4 else None
 
@@ -269,9 +284,10 @@ def _numbers(row: Mapping[str, Any], names: Sequence[str]) -> Row4 | None:
 def _truth(
     config: RunConfig, sample: TokenSample, replayed: Row
 ) -> tuple[Source, Factors, Factors | None]:
-    """Return the source of the exact ratios, tokens with these, and tokens with the route's ratios.
+    """Return the source of exact `old_logp`, tokens with exact D and S, and tokens with the run's
+    own.
 
-    The third is None if the ratios of the route (way to get `old_logp`) are not known.
+    The third is None if the D and S that the run used are not known.
     """
     if config.old_logps.exact and len(sample.tokens):
         return "exact", sample.tokens, sample.tokens
@@ -304,11 +320,11 @@ def of_sample(
     lengths: Lengths,
     source: Source = "exact",
 ) -> dict[str, float]:
-    """Return the figures of a sample of tokens with the exact ratios `true`.
+    """Return the figures of a sample of tokens, named as in `FIGURES`.
 
-    `present` has the ratios that the run computed with its own way to get `old_logp`. With the
-    source `lag 0`, `true` has log D of the tokens of lag 0 (no staleness), and `present` has pi /
-    mu of all tokens.
+    `true` has their exact log D = old_logp - behavior_logp and log S = logp - old_logp. `present`
+    has those that the run used, or is None. With the source `lag 0`, `true` has only tokens without
+    staleness, and only log D of them; `present` has pi / mu of all tokens.
     """
     if not len(true):
         return {}
@@ -335,8 +351,10 @@ def of_sample(
 def _of_decisions(
     config: RunConfig, true: Factors, present: Factors | None, lengths: Lengths
 ) -> dict[str, float]:
-    """Return the shares of tokens that thresholds stop with exact ratios, and for each route (way
-    to get `old_logp`) the share of tokens that its ratios treat differently.
+    """Return the shares of tokens that thresholds stop by exact D and S.
+
+    Also return, for each route (a way to get `old_logp`), the share of tokens that thresholds would
+    stop or pass differently with that route's D and S.
     """
     limits = Thresholds.of(config, lengths)
     # `rollout` has no correction; with any other route the run's own is kept.
@@ -379,9 +397,10 @@ def _of_decisions(
 
 
 def with_route(config: RunConfig, name: str) -> RunConfig:
-    """Return `config` with another way to get `old_logp`, its defaults and what it requires.
+    """Return `config` with the route `name`, a way to get `old_logp`, and its default options.
 
-    A mode of correction that only the present route requires is replaced by the default.
+    The mode of correction that this route requires is set. A mode that only the previous route
+    required returns to the default.
     """
     if name == config.old_logps.route:
         return config
@@ -403,9 +422,7 @@ def _changes(name: str, changed: Difference) -> dict[str, float]:
 
 
 def _sizes(name: str, log_ratio: "numpy.ndarray") -> dict[str, float]:
-    """Return two percentiles (nearest rank) of |`log_ratio`|: the 99th as `NAME_p99`, the 99.9th as
-    `NAME_p999`.
-    """
+    """Return the 99th percentile of |`log_ratio`| as `NAME_p99`, and the 99.9th as `NAME_p999`."""
     ordered = numpy.sort(numpy.abs(log_ratio))
     return {
         f"{name}_p99": ordered[nearest_rank(len(ordered), 0.99)].item(),

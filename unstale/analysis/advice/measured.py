@@ -1,4 +1,4 @@
-"""Compute figures for the advice from a run's metrics and audit: sizes, errors and times."""
+"""Compute figures for the advice from a run's metrics and its audit: lengths, errors and times."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from unstale.observe.words import number, records
 
 
 def read_lengths(rows: Sequence[Row]) -> Lengths:
-    """Return the mean lengths, in tokens, of sequences and turns. `rows` are metrics of steps."""
+    """Return the mean numbers of tokens of sequences and turns. `rows` are the metrics of steps."""
     tokens = _mean(rows, "completion/tokens_mean", weight="rollout/episodes")
     turns = _mean(rows, "rollout/turns_mean", weight="rollout/episodes")
     return Lengths(tokens or 1.0, (tokens or 1.0) / max(1.0, turns or 1.0))
@@ -37,9 +37,10 @@ def of_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def of_learning(rows: Sequence[Row]) -> dict[str, float]:
-    """Return figures of the last half of the steps that show symptoms (`symptoms.py`).
+    """Return figures that show symptoms of bad training: means over the second half of the steps.
 
-    `entropy_left` is the entropy of the last quarter as a share of that of the first.
+    `rows` are the metrics of steps. `entropy_left` is the entropy in the last quarter divided by
+    that in the first quarter.
     """
     late = rows[len(rows) // 2 :]
     quarter = max(1, len(rows) // 4)
@@ -58,10 +59,11 @@ def of_learning(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def of_moments(rows: Sequence[Row]) -> dict[str, float]:
-    """Return standard deviations of log ratios, estimated from KL metrics.
+    """Return the standard deviations of log D, log S and their sum, estimated from KL metrics.
 
-    The ratios must be those of an exact `old_logp`. The estimator k3 of the KL divergence is about
-    E[r^2] / 2 for small log ratios r. Empty if a metric is missing.
+    Log D is old_logp - behavior_logp, and log S is logp - old_logp. The metrics must come from a
+    run with exact `old_logp`. The KL estimator k3 is about E[r^2] / 2 for small log ratios r. The
+    result is empty if a metric is missing.
     """
     names = ("correction/kl_k3", "objective/kl_k3", "policy/kl_behavior_k3")
     means = [_mean(rows, name) for name in names]
@@ -76,10 +78,11 @@ def of_moments(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def of_audit(rows: Sequence[Row], replayed: Row, old: OldLogpsConfig) -> dict[str, float]:
-    """Return the errors of `old_logp` that an audit measured. Empty without an audit.
+    """Return the errors of the run's `old_logp` that an audit measured. Empty without an audit.
 
-    `old` is the run's method (route) to get it. The audit is that during training, in the metrics
-    `rows`, or else that of `unstale audit`, in the content `replayed` of `audit.json`.
+    The audit during training is used, from the metrics of steps `rows`. Without one, that of
+    `unstale audit` is used: `replayed` is the content of `audit.json`, and `old` selects the run's
+    route (its way to get `old_logp`) in it.
     """
     by_figure = {
         "staleness_leak": "staleness_leak",
@@ -113,11 +116,12 @@ def of_audit(rows: Sequence[Row], replayed: Row, old: OldLogpsConfig) -> dict[st
 def of_costs(
     config: RunConfig, rows: Sequence[Row], versions_per_episode: float | None
 ) -> dict[str, float]:
-    """Return the times of a step, as medians over steps, and the predicted time of an exact route.
+    """Return the times of a step in seconds, as medians over steps, and the largest memory of the
+    route.
 
-    A forward pass is assumed to take a third of a forward and backward pass. An exact route (way to
-    get `old_logp`) needs about (n + 1) / 2 forward passes over an episode that `n` versions
-    sampled.
+    Also predict `scoring_s`, the time to compute exact `old_logp` of a batch. For an episode
+    sampled by n versions, this is about (n + 1) / 2 forward passes. A forward pass is assumed to
+    take a third of a forward and backward pass.
     """
     steps = [
         later - earlier for earlier, later in pairwise(_values(rows, "time_s")) if later > earlier
@@ -160,7 +164,9 @@ def _values(rows: "Sequence[Row] | Iterator[Row]", name: str) -> Iterator[float]
 def _mean(
     rows: Sequence[Row], name: str, weight: str = "trainer/tokens_with_gradient"
 ) -> float | None:
-    """Return the mean of a metric over steps, weighted by the metric `weight`, or None."""
+    """Return the mean of metric `name` over steps, weighted by the metric `weight`. None if no step
+    has it.
+    """
     pairs = [
         (value, number(row.get(weight)) or 0.0)
         for row in rows

@@ -58,7 +58,7 @@ def as_json(evidence: Evidence, conclusions: Iterable[Conclusion]) -> dict[str, 
 
 
 def meaning(name: str) -> tuple[str, str]:
-    """Return the unit of a figure of the evidence, and its meaning in words."""
+    """Return the unit and the meaning, in words, of the figure `name` of `Evidence`."""
     if not name.startswith("changed/"):
         return FIGURES[name]
     route = name.removeprefix("changed/").removesuffix("_low").removesuffix("_high")
@@ -68,7 +68,7 @@ def meaning(name: str) -> tuple[str, str]:
 
 
 def written(name: str, value: float) -> str:
-    """Return the value of a figure of the evidence as text with its unit.
+    """Return `value`, of the figure `name` of `Evidence`, as text with its unit.
 
     >>> written("route_share", 0.0812), written("route_s", 0.1595), written("tokens", 24310.0)
     ('8.1%', '0.16 s', '24,310')
@@ -92,7 +92,9 @@ def _title(evidence: Evidence) -> str:
 
 
 def _rows(evidence: Evidence, conclusion: Conclusion) -> Table:
-    """Return reason, figures, options and command of a conclusion, one under the other."""
+    """Return a table with one row each for the conclusion's reason, figures, options and
+    command.
+    """
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         grid.add_column()

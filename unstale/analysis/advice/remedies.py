@@ -1,4 +1,7 @@
-"""Options and commands that conclusions suggest. The linter accepts the run with these options."""
+"""Options and commands that the advice on a run suggests.
+
+Options are suggested only if the linter accepts the run with them.
+"""
 
 import math
 import shlex
@@ -16,27 +19,29 @@ OTHERS = {
     "old_logit_model": "needs a second process and no trainer time",
     "interrupt_sync": "needs no memory, but pauses generation",
 }
-"""Exact ways to get `old_logp`, each with its cost in words. A run that uses another way does not
-measure this cost.
+"""Routes that compute exact `old_logp` -> their cost in words. A run with another route does not
+measure these costs, so no time is predicted.
 """
 
 
 MOST_TIMES = 10.0
-"""Largest number of steps of a suggested run, as a multiple of the run's. Ten times as many steps
-make a confidence interval a third as wide.
+"""Largest number of steps of a suggested run, as a multiple of the steps of the advised run. Ten
+times as many steps make a confidence interval a third as wide.
 """
 
 
 def band_options(low: float, high: float) -> Fix:
-    """Return the options of the correction's limits `low` and `high`, rounded by `outwards`."""
+    """Return the options that limit D (pi_old / mu) to [`low`, `high`] in the correction, rounded
+    by `outwards`.
+    """
     low, high = outwards(low, high)
     return {"correction.low": low, "correction.high": high}
 
 
 def outwards(low: float, high: float) -> tuple[float, float]:
-    """Return a range around 1, rounded so that it becomes wider.
+    """Round the range from `low` to `high`, which contains 1, so that it becomes wider.
 
-    Two significant digits are kept: of a limit's distance from 1, or of the limit itself if that
+    Two significant digits are kept: of the distance of an end from 1, or of the end itself if that
     is smaller. So a very narrow range stays narrow.
 
     >>> outwards(0.99998, 1.00002003), outwards(0.0334, 29.9)
@@ -54,8 +59,8 @@ def outwards(low: float, high: float) -> tuple[float, float]:
 
 
 def select_route(config: RunConfig, route: str) -> Fix:
-    """Return the options that select a route (way to get `old_logp`), and the mode of correction
-    that this route needs.
+    """Return the options that select `route`, a way to get `old_logp`, with the mode of correction
+    that it needs.
     """
     changed = with_route(config, route).correction
     fix = use_route(config, route)
@@ -65,7 +70,7 @@ def select_route(config: RunConfig, route: str) -> Fix:
 
 
 def accepted(config: RunConfig, fix: Fix) -> Fix:
-    """Return `fix` if the linter accepts the run with these options. Otherwise return {}."""
+    """Return the options `fix` if the linter accepts the run with them. Otherwise return {}."""
     try:
         refused = check(override(config, fix)).refusals
     except ConfigError:
@@ -74,8 +79,8 @@ def accepted(config: RunConfig, fix: Fix) -> Fix:
 
 
 def accepted_quietly(config: RunConfig, fix: Fix) -> Fix:
-    """Return `fix` if the linter accepts the run with these options and warns of nothing new, else
-    {}.
+    """Return the options `fix` if the linter accepts the run with them, without a warning that
+    `config` does not give. Otherwise return {}.
     """
     if not accepted(config, fix):
         return {}
@@ -84,11 +89,12 @@ def accepted_quietly(config: RunConfig, fix: Fix) -> Fix:
 
 
 def cheapest_exact(evidence: Evidence) -> tuple[Fix, str]:
-    """Return the options of the exact `old_logp` that costs this run least, and a sentence on it.
+    """Return the options of the route that computes exact `old_logp` at the least cost, and a
+    reason.
 
-    `eager` scores while the trainer waits for episodes, so it needs waiting time. Otherwise
-    `snapshot_old` is chosen, which needs no process and does not pause generation. No options are
-    returned if the run's route is exact and no other costs less.
+    `eager` computes it while the trainer waits for episodes, so the wait must be long enough.
+    Otherwise `snapshot_old` is chosen, which needs no process and does not pause generation. The
+    options are empty if the run's own `old_logp` is exact and `eager` would not cost less.
     """
     config = evidence.config
     scoring, wait = evidence.get("scoring_s"), evidence.get("wait_s")
@@ -110,15 +116,16 @@ def cheapest_exact(evidence: Evidence) -> tuple[Fix, str]:
 
 
 def repeat_with_audit(evidence: Evidence) -> str:
-    """Return a command that repeats the first steps of the run with an audit."""
+    """Return a command that repeats the run for 12 steps with an audit of its `old_logp`."""
     return _again(evidence, {"max_steps": 12, "audit.share": 0.5})
 
 
 def repeat_longer(evidence: Evidence, name: str, limit: float) -> str:
-    """Return a command that repeats the run with more steps, so that an interval excludes `limit`.
+    """Return a command that repeats the run with more steps.
 
-    The half-width of the confidence interval of the figure `name` falls with the square root of the
-    number of steps. There are at most `MOST_TIMES` as many steps.
+    The number of steps is chosen so that the confidence interval of the figure `name` excludes
+    `limit`, but is at most `MOST_TIMES` the run's. The interval narrows with the square root of the
+    steps.
     """
     share, low, high = (evidence.get(f"{name}{end}") or 0.0 for end in ("", "_low", "_high"))
     gap = max(abs(share - limit), 1e-9)
@@ -130,9 +137,8 @@ def repeat_longer(evidence: Evidence, name: str, limit: float) -> str:
 
 
 def _again(evidence: Evidence, values: Mapping[str, Any]) -> str:
-    """Return a command that repeats the run with the options in `values` changed.
-
-    The command sets no time limit and makes no evaluations.
+    """Return a command that trains again with the options `values`, no time limit and no
+    evaluations.
     """
     name = f"{evidence.config.name or evidence.run}-advise"
     options = as_options({**values, "minutes": 0.0, "eval.tasks": 0, "name": name})

@@ -1,4 +1,4 @@
-"""Draw conclusions from the figures of a run about its route and its thresholds.
+"""Draw conclusions about a run's route and thresholds from its figures.
 
 A route is a method to obtain old log-probabilities. A rule is a function that returns a conclusion,
 or None if the figures do not support one. Rules read only `Evidence`, so equal evidence gives equal
@@ -24,30 +24,37 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
 
 SAME = 0.001
-"""Two routes (ways to get `old_logp`) count as equal if they treat less than this share of the
-tokens differently. A clip of PPO typically stops 1% to 5%, so this is a small part of its effect.
+"""Two routes (ways to get `old_logp`) count as equal if the thresholds stop or pass less than this
+share of tokens differently with them. A clip of PPO typically stops 1% to 5% of the tokens.
 """
 SAME_OF_STOPPED = 0.05
-"""If thresholds stop many tokens, `SAME` is replaced by this part of the share of stopped tokens,
-if that is larger. A clip on sequences may stop half of the tokens.
+"""If thresholds stop a share s of the tokens, the limit `SAME` is raised to this multiple of s. A
+clip on the ratio of sequences may stop half of the tokens.
 """
 PART = 0.05
-"""Smallest share of var log D in var log D + var log S for which advice to remove D is given."""
+"""Smallest var log D / (var log D + var log S) at which a way to reduce D is suggested. D = pi_old
+/ mu is the discrepancy of trainer and engine, and S = pi / pi_old the staleness ratio.
+"""
 LARGE_ERROR = 0.1
-"""Smallest size of log D, or of an error of `old_logp`, that leads to a conclusion. It is a share
-of the distance, in nats, from a ratio of 1 to the nearest threshold.
+"""Smallest size of log D (old_logp - behavior_logp), or of an error of `old_logp`, that leads to a
+conclusion. The unit is the distance in nats of the nearest threshold from a ratio of 1.
 """
 CORRELATED = 0.2
-"""Smallest absolute correlation of log D and log S that a conclusion names."""
-BUSY = 0.03
-"""If computing `old_logp` takes less than this share of a step's time, no cheaper route is advised.
+"""Smallest |correlation| of log D (old_logp - behavior_logp) and log S (logp - old_logp) that the
+advice mentions.
 """
+BUSY = 0.03
+"""Smallest share of a step's time spent on `old_logp` at which a cheaper route is suggested."""
 SEE_COMPARISONS = "Success was compared in other runs: see the table of comparisons"
-"""The end of a reason that counts stopped tokens. `advise` prints the table of comparisons last."""
+"""Last sentence of reasons that count stopped tokens: such counts do not show which route learns
+better.
+"""
 
 
 def conclude(evidence: Evidence) -> list[Conclusion]:
-    """Return the conclusions that the evidence supports, those about `old_logp` first."""
+    """Return the conclusions that a run's figures support. Rules are applied in the order of
+    `RULES`.
+    """
     found = [rule(evidence) for rule in RULES]
     return [conclusion for conclusion in found if conclusion]
 
@@ -166,7 +173,9 @@ def _parts(evidence: Evidence) -> Conclusion | None:
 
 
 def _removable_discrepancy(evidence: Evidence) -> Conclusion | None:
-    """Name an option that removes a known cause of the discrepancy D, if D is large enough."""
+    """Suggest an option that removes a cause of the discrepancy D = pi_old / mu, if D is large
+    enough.
+    """
     share = evidence.get("d_variance_share")
     size = _d_by_threshold(evidence)
     if share is None or (share < PART and (size or 0.0) < 1):
@@ -213,7 +222,9 @@ def _removable_discrepancy(evidence: Evidence) -> Conclusion | None:
 
 
 def _confounds(evidence: Evidence) -> Conclusion | None:
-    """Report the share of tokens treated differently than with exact `old_logp`, if known."""
+    """Report the share of tokens that the run's `old_logp` stops or passes differently from an
+    exact one.
+    """
     low, share = evidence.get("changed_by_route_low"), evidence.get("changed_by_route")
     if low is None or share is None or low < _same(evidence) or evidence.route == "rollout":
         return None  # `split_decides` is about `rollout`
@@ -232,7 +243,9 @@ def _confounds(evidence: Evidence) -> Conclusion | None:
 
 
 def _nearer_route(evidence: Evidence) -> Conclusion | None:
-    """Name a way to get `old_logp` without forward passes that stops tokens more as exact ones."""
+    """Suggest a route without forward passes that stops nearly the tokens that an exact one
+    would.
+    """
     low, share = evidence.get("changed_by_route_low"), evidence.get("changed_by_route")
     free = {
         name: figure
@@ -282,7 +295,7 @@ def _large_error(evidence: Evidence) -> Conclusion | None:
 
 
 def _not_exact(evidence: Evidence) -> Conclusion | None:
-    """Report errors that the audit found in the `old_logp` of a route that claims to be exact."""
+    """Report that an audit found errors in the `old_logp` of a route that should be exact."""
     error, noise = evidence.get("audit_error"), evidence.get("audit_noise")
     if not evidence.config.old_logps.exact or error is None or noise is None:
         return None
@@ -299,7 +312,7 @@ def _not_exact(evidence: Evidence) -> Conclusion | None:
 
 
 def _cost(evidence: Evidence) -> Conclusion | None:
-    """Report the time a step spends on `old_logp`, and name an exact way that costs less."""
+    """Report the share of a step's time spent on `old_logp`, and suggest a cheaper exact route."""
     share, seconds = evidence.get("route_share"), evidence.get("route_s")
     step_s = evidence.get("step_s")
     if share is None or seconds is None or step_s is None:
@@ -331,8 +344,8 @@ def _cost(evidence: Evidence) -> Conclusion | None:
 
 
 def _not_audited(evidence: Evidence) -> Conclusion | None:
-    """Name what is unknown about an inexact route (way to get `old_logp`) without an audit, and a
-    command to measure it.
+    """Suggest a command that measures the errors of an inexact `old_logp` that no audit has
+    measured.
     """
     if evidence.config.old_logps.exact or not evidence.get("steps"):
         return None
@@ -375,7 +388,9 @@ RULES: Sequence[Rule] = (
 
 
 def _changed(evidence: Evidence) -> list[str]:
-    """Return the names of the figures `changed/ROUTE`, without those of their intervals."""
+    """Return the names `changed/ROUTE` of figures in `evidence`, without the ends of their
+    intervals.
+    """
     return [
         name
         for name in sorted(evidence.figures)
@@ -384,12 +399,16 @@ def _changed(evidence: Evidence) -> list[str]:
 
 
 def _same(evidence: Evidence) -> float:
-    """Return the share of differently treated tokens below which two `old_logp` count as equal."""
+    """Return the share of tokens stopped or passed differently below which two routes count as
+    equal.
+    """
     return max(SAME, SAME_OF_STOPPED * (evidence.get("stopped_share") or 0.0))
 
 
 def _noise(evidence: Evidence) -> str:
-    """Return a sentence that compares D with the nearest threshold. Empty if D is not known."""
+    """Return a sentence that compares log D with the nearest threshold. Empty if log D is not
+    known.
+    """
     near, of_unit = evidence.limits.nearest, evidence.get("log_d_unit_sd")
     of_token = evidence.get("log_d_abs_p99")
     if near is None or (of_unit is None and of_token is None):
@@ -404,7 +423,9 @@ def _noise(evidence: Evidence) -> str:
 
 
 def _d_by_threshold(evidence: Evidence) -> float | None:
-    """Return the size of log D as a multiple of the nearest threshold. None if it is not known."""
+    """Return a large value of |log D| divided by the nearest threshold. None if either is not
+    known.
+    """
     near, of_unit = evidence.limits.nearest, evidence.get("log_d_unit_sd")
     size = evidence.get("log_d_abs_p99") if of_unit is None else 2 * of_unit
     return None if near is None or size is None else size / near.narrowest

@@ -1,8 +1,9 @@
-"""Compute on a sample of trained tokens: the spread of D and S, and which tokens thresholds stop.
+"""Compute how D and S spread over a sample of trained tokens, and which tokens thresholds stop.
 
     pi / mu  =  D * S,    log D = old_logp - behavior_logp,    log S = logp - old_logp
 
-D is the discrepancy of trainer and engine, S the staleness ratio. Columns are float64 arrays `[N]`.
+D is the discrepancy of trainer and engine, S the staleness ratio. A column is a float64 array
+`[N]`, with one value per token.
 """
 
 import math
@@ -19,14 +20,16 @@ from unstale.observe.statistics import wilson
 
 Column = ndarray[Any, numpy.dtype[Any]]
 MAX_DRAWN = 400_000
-"""Approximate number of tokens in all sequences that are drawn from a sample."""
+"""Approximate number of tokens that `draw_sequences` draws in all."""
 BLOCKS = 20
-"""Largest number of blocks of successive steps from which a standard error is computed."""
+"""Largest number of blocks of successive steps over which a standard error is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Columns of a sample of tokens: log D, log S, lag (staleness in versions), optimizer step."""
+    """A sample of N tokens: arrays `[N]` of log D, log S, lag (staleness in versions) and optimizer
+    step.
+    """
 
     log_d: Column
     log_s: Column
@@ -35,13 +38,17 @@ class Factors:
 
     @classmethod
     def of(cls, rows: list[tuple[float, float, float, float]]) -> "Factors":
-        """Make the columns from rows of log D, log S, lag (staleness) and step."""
+        """Return the tokens of `rows`. A row is log D, log S, lag (staleness in versions) and
+        step.
+        """
         columns = numpy.array(rows, dtype=float).reshape(-1, 4).T
         return cls(*columns)
 
     @classmethod
     def join(cls, parts: "Sequence[Factors]") -> "Factors":
-        """Join the tokens of several runs. Steps are renumbered, so that those of runs differ."""
+        """Join the tokens of several runs. Steps are renumbered, so that no two runs share a
+        step.
+        """
         last = max((part.step.max().item() for part in parts if len(part)), default=0.0)
         apart = [replace(part, step=part.step + i * (last + 1)) for i, part in enumerate(parts)]
         names = ("log_d", "log_s", "lag", "step")
@@ -52,38 +59,45 @@ class Factors:
 
     @property
     def log_ratio(self) -> Column:
-        """log(pi / mu) of each token, log D + log S. It does not depend on `old_logp`."""
+        """Array `[N]` of log(pi / mu) = log D + log S. It does not depend on `old_logp`."""
         return self.log_d + self.log_s
 
     def where(self, chosen: Column) -> "Factors":
-        """Return the tokens for which `chosen` is True."""
+        """Return the tokens for which the bool array `chosen` `[N]` is True."""
         return Factors(self.log_d[chosen], self.log_s[chosen], self.lag[chosen], self.step[chosen])
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The standard deviations of log D, log S and their sum, and the share of D in the variance."""
+    """Standard deviations over tokens of log D, log S and log(pi / mu), and figures that compare
+    them.
+
+    D = pi_old / mu is the discrepancy of trainer and engine, and S = pi / pi_old the staleness
+    ratio.
+    """
 
     log_d: float
     log_s: float
     log_ratio: float
     correlation: float | None
-    """Correlation of log D and log S over the tokens. None if one of them is constant.
-    D is old_logp against behavior_logp, S is logp against old_logp, as ratios of probabilities.
+    """Correlation of log D = old_logp - behavior_logp and log S = logp - old_logp over tokens. None
+    if one of them is constant.
     """
     d_share: float | None
     """var log D / (var log D + var log S). None if both are constant."""
     d_share_se: float | None
-    """Standard error of `d_share`. None if the sample has fewer than three steps."""
+    """Standard error of `d_share`. None if it cannot be estimated, as with fewer than three
+    steps.
+    """
 
 
 def spread(factors: Factors) -> Spread:
-    """Return the standard deviations of log D and log S, and the share of D in the variance.
+    """Return how log D and log S vary over the tokens, and the share of D in the variance.
 
         var log(pi / mu)  =  var log D + var log S + 2 cov
 
-    The share leaves out the covariance, which belongs to neither. The standard error of the share
-    is a jackknife over blocks of steps, because the tokens of a step are not independent.
+    The share leaves out the covariance, which belongs to neither. Its standard error is a jackknife
+    over blocks of steps, because the tokens of a step are not independent.
 
     >>> rows = [(0.3, 0.0, 1, 1), (-0.3, 0.0, 1, 1), (0.0, 0.1, 1, 2), (0.0, -0.1, 1, 2)]
     >>> round(spread(Factors.of(rows)).d_share, 3)
@@ -108,9 +122,10 @@ def _d_share(factors: Factors) -> float | None:
 
 
 def _jackknife(factors: Factors, figure: Callable[[Factors], float | None]) -> float | None:
-    """Return the jackknife standard error of a figure, leaving out one block of steps at a time.
+    """Return the jackknife standard error of `figure`, computed without one block of steps at a
+    time.
 
-    None with fewer than three steps, or if the figure is None without one of the blocks.
+    None with fewer than three steps, or if `figure` is None without one of the blocks.
     """
     steps = numpy.unique(factors.step)
     count = min(BLOCKS, len(steps))
@@ -128,20 +143,27 @@ def _jackknife(factors: Factors, figure: Callable[[Factors], float | None]) -> f
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Mean numbers of sampled tokens in the units over which ratios are aggregated."""
+    """Mean numbers of sampled tokens in a sequence and in a turn."""
 
     sequence: float = 1.0
     turn: float = 1.0
 
     def of(self, unit: Unit) -> int:
-        """Return the number of tokens of a unit, at least 1. A segment counts as a turn."""
+        """Return the number of tokens of a token, turn, segment or sequence. A segment counts as a
+        turn.
+        """
         tokens = {"token": 1.0, "sequence": self.sequence}.get(unit, self.turn)
         return max(1, round(tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A range of a log ratio in nats, and the number of tokens over which it is aggregated."""
+    """A range of the log ratio of a unit: a token, turn or sequence. The ratio is D (pi_old / mu)
+    or S (pi / pi_old).
+
+    `low` and `high` are in nats. `tokens` is the length of a unit, and `how` the way in which the
+    log ratios of its tokens are aggregated.
+    """
 
     low: float
     high: float
@@ -155,14 +177,19 @@ class Limit:
         return min(abs(self.low), abs(self.high))
 
     def outside(self, log_ratio: Column) -> Column:
-        """Return True where a token's unit is outside the range. Rows `[U, n]` are sequences."""
+        """Return a bool array `[U, n]`, True for tokens whose unit has a log ratio outside the
+        range.
+
+        `log_ratio` `[U, n]` has a sequence in each row.
+        """
         log_ratio = self.of_units(log_ratio)
         return (log_ratio < self.low) | (log_ratio > self.high)
 
     def of_units(self, log_ratio: Column) -> Column:
-        """Return the log ratio of each token's unit. Rows of `log_ratio` `[U, n]` are sequences.
+        """Return for each token the log ratio of its unit, `[U, n]`.
 
-        A sequence is divided into units of `tokens` tokens. The last unit may be shorter.
+        `log_ratio` `[U, n]` has a sequence in each row. A sequence is divided into units of
+        `tokens` tokens. The last unit may be shorter.
         """
         if self.tokens == 1:
             return log_ratio
@@ -180,19 +207,24 @@ class Limit:
 
 
 def is_of_tokens(limit: Limit | None) -> TypeGuard[Limit]:
-    """Return True for a limit on the ratio of a single token."""
+    """Return True if `limit` is a range of the ratio of single tokens. False for None."""
     return limit is not None and limit.tokens == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The ranges of log D and log S outside which a configuration stops a token."""
+    """The ranges of log D and log S outside which a token gets no gradient.
+
+    Log D is old_logp - behavior_logp, and log S is logp - old_logp.
+    """
 
     band: Limit | None
-    """The range of log D outside which the correction drops a token. None if it drops none."""
+    """The range of log D = old_logp - behavior_logp outside which the correction drops a token.
+    None if the correction drops none.
+    """
     clip: Limit | None
-    """The range of log S outside which the clip stops a token, if its advantage has a certain sign.
-    None without such a clip.
+    """The range of log S = logp - old_logp outside which the objective stops a token. The sign of
+    its advantage, on which a clip of PPO depends, is ignored. None if the objective stops no token.
     """
 
     @classmethod
@@ -215,47 +247,53 @@ class Thresholds:
 
     @property
     def nearest(self) -> Limit | None:
-        """The limit, on D or on S, with the end nearest to 0. None without a limit."""
+        """That one of `band` and `clip` whose end is nearest to 0 (a ratio of 1). None without
+        either.
+        """
         limits = (each for each in self.limits if each.narrowest > 0)
         return min(limits, key=lambda limit: limit.narrowest, default=None)
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in the largest unit of a limit."""
+        """The number of tokens in the unit (token, turn or sequence) of `band` or of `clip`, the
+        larger.
+        """
         return max((limit.tokens for limit in self.limits), default=1)
 
     def dropped(self, factors: Factors, rows: Column) -> Column:
-        """Return True for tokens whose log D is outside the correction's limits (the band).
+        """Return True for tokens whose log D is outside `band`.
 
-        `rows` are the indices in `factors` of the tokens of U sequences, `[U, n]`. The result has
-        the same shape.
+        `rows` `[U, n]` has the indices in `factors` of the n tokens of U sequences. The result is a
+        bool array of the same shape.
         """
         inside = numpy.zeros(rows.shape, dtype=bool)
         return inside if self.band is None else self.band.outside(factors.log_d[rows])
 
     def clipped(self, factors: Factors, rows: Column) -> Column:
-        """Return True for tokens whose log S is outside the clip, in the shape of `rows`.
+        """Return True for tokens whose log S is outside `clip`.
 
-        `rows` are the indices in `factors` of the tokens of U sequences, `[U, n]`.
+        `rows` `[U, n]` has the indices in `factors` of the n tokens of U sequences. The result is a
+        bool array of the same shape.
         """
         inside = numpy.zeros(rows.shape, dtype=bool)
         return inside if self.clip is None else self.clip.outside(factors.log_s[rows])
 
     def stopped(self, factors: Factors, rows: Column) -> Column:
-        """Return True for tokens that limits on D or the clip stop, in the shape of `rows`.
+        """Return True for tokens whose log D is outside `band` or whose log S is outside `clip`.
 
-        `rows` are the indices in `factors` of the tokens of U sequences, `[U, n]`.
+        `rows` `[U, n]` has the indices in `factors` of the n tokens of U sequences. The result is a
+        bool array of the same shape.
         """
         return self.dropped(factors, rows) | self.clipped(factors, rows)
 
 
 def draw_sequences(factors: Factors, tokens: int) -> Column:
-    """Return token indices `[U, tokens]` of sequences that are drawn from the sample.
+    """Return U sequences drawn from the sample, as indices `[U, tokens]` in `factors`.
 
     The journal has single tokens. So for a threshold on the ratio of several tokens, sequences are
     made of tokens of one step, drawn with replacement. Their tokens are independent, which real
-    ones are only in part. Equal samples give equal draws. With `tokens` = 1, each token is returned
-    once, `[N, 1]`.
+    ones are only in part. Equal samples give equal draws. With `tokens` = 1 the result is every
+    token once, `[N, 1]`.
     """
     if tokens == 1:
         return numpy.arange(len(factors))[:, None]
@@ -273,11 +311,11 @@ def _log(bound: float) -> float:
 
 
 def is_computable(config: RunConfig) -> bool:
-    """Return True if the route's log S follows from only pi / mu and a token's lag (staleness).
+    """Return True if the log S that the run's route gives follows from only pi / mu and the lag.
 
-    That is so for routes that mix the policies pi and mu. With several minibatches, the pi in the
-    journal is that after some of the batch's updates. Then the route (way to get `old_logp`) must
-    mix this pi, or use only mu.
+    The lag is a token's staleness in versions. Log S follows from these for routes (ways to get
+    `old_logp`) that mix the policies pi and mu. With several minibatches, the pi in the journal is
+    that after some of the batch's updates. Then the route must mix that pi, or use only mu.
     """
     old = config.old_logps
     needs = old.needs
@@ -288,10 +326,11 @@ def is_computable(config: RunConfig) -> bool:
 
 
 def factors_of_route(config: RunConfig, true: Factors) -> Factors:
-    """Return the log D and log S that the route of `config` gives tokens with exact ratios `true`.
+    """Return the tokens `true`, with the log D and log S that the route of `config` would give
+    them.
 
-    The route (way to get `old_logp`) must satisfy `is_computable`. The ratios are those before the
-    first optimizer step on the batch.
+    The route (way to get `old_logp`) must satisfy `is_computable`. `true` has the exact log D and
+    log S. The ratios are those before the first optimizer step on the batch.
     """
     ratio = true.log_ratio
     log_s = numpy.zeros(len(true))
@@ -310,26 +349,25 @@ def factors_of_route(config: RunConfig, true: Factors) -> Factors:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The share of tokens that are stopped with one kind of ratios and passed with another."""
+    """The share of tokens that one of two values of `old_logp` stops, and the other passes."""
 
     share: float
     passed: float
-    """Share of tokens that are stopped with the reference ratios, and pass with the other ratios.
-    """
+    """Share of tokens that are stopped with the reference, and pass with the other values."""
     effective: int
-    """Number of independent decisions, from which the interval follows."""
+    """Number of independent tokens or sequences, from which `interval` is computed."""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The ends of the 95% interval of `share`."""
+        """The two ends of the 95% confidence interval of `share`."""
         return wilson(self.share, self.effective) if self.effective else (0.0, 1.0)
 
 
 def difference(reference: Column, other: Column, *, effective: int) -> Difference:
-    """Compare the tokens that thresholds stop with two kinds of ratios.
+    """Compare the tokens that are stopped in two cases.
 
-    `reference` and `other` are bool arrays of any one shape, True for a stopped token. `effective`
-    is the number of independent decisions.
+    `reference` and `other` are bool arrays of equal shape, True for a stopped token. `effective` is
+    the number of tokens or sequences among them that are independent.
     """
     return Difference(
         share=(reference != other).mean().item(),

@@ -1,9 +1,9 @@
-"""An index from symptoms of training to remedies, read off a run's metrics.
+"""Suggest remedies for symptoms of bad training, found in a run's metrics.
 
-A symptom is a figure beyond a limit. Its remedies are options and techniques, by the part of
-training that they change, as in the survey GFCR: generate episodes, filter them, control the
-update, replay. A limit is a rule of thumb; no remedy is promised to help. The linter accepts the
-run with the first remedies that are named as options.
+A symptom is a figure beyond a limit. Its remedies are options and techniques, grouped by the part
+of training that they change, as in the survey GFCR: generate episodes, filter them, control the
+update, replay. Limits are rules of thumb, and no remedy is sure to help. Only options that the
+linter accepts are suggested.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,27 +19,29 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import percent
 
 POOL = 512
-"""Number of tasks of a pool, where a remedy needs tasks that come again."""
+"""Number of tasks that a suggested remedy keeps in a pool, where it needs tasks to come again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """A symptom, and its remedies."""
+    """A symptom of bad training, a figure above or below a limit, and its remedies."""
 
     name: str
     figure: str
-    """A figure of `Evidence`, a share."""
+    """Name of a figure of `Evidence` that is a share."""
     limit: float
     above: bool
-    """True if a figure above the limit is the symptom, False if one below it is."""
+    """True if the symptom is a figure above `limit`, False if it is one below."""
     text: str
     reason: str
     remedies: Callable[[RunConfig], Sequence[Fix]]
-    """A function that returns the options of each remedy, the first choice first."""
+    """A function that returns one set of options per remedy, the first choice first."""
 
 
 def _with(config: RunConfig, name: str, **options: object) -> Fix:
-    """Return the options that choose one more technique. `__` stands for the dot in a name."""
+    """Return the options that add the technique `name`. In a keyword, `__` stands for the dot of an
+    option's name.
+    """
     fixes = {key.replace("__", "."): value for key, value in options.items()}
     return {"techniques": f"{config.techniques} {name}".strip(), **fixes}
 

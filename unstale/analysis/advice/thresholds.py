@@ -1,6 +1,6 @@
-"""Rules of the advice about limits on D (the band) and clips on S.
+"""Rules of advice on a run's thresholds: the band, limits of D, and the clip, limits of S.
 
-They find limits that act at random or never.
+D is pi_old / mu, and S is pi / pi_old. The rules find thresholds that act at random or never.
 """
 
 import math
@@ -13,21 +13,31 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
 
 RANDOM = 0.01
-"""Largest share of tokens that limits on D may drop because of only numerical differences."""
+"""If the correction's limits of D (pi_old / mu) drop at least this share of tokens, the advice says
+so.
+"""
 MANY = 0.2
-"""Smallest share of tokens outside the clip with which the data is too stale for the clip."""
+"""If at least this share of the tokens has S (pi / pi_old) outside the clip, the data is too
+stale.
+"""
 NEVER_ACTS = 5.0
-"""A threshold never acts if it is this many times as far from 1 as the 99.9th percentile of the
-ratio, both as logarithms.
+"""A clip of S (pi / pi_old) never acts if its nearer end, as log S, is at least this multiple of
+the 99.9th percentile of |log S|.
 """
 NOISE = 3.0
-"""A limit on log D that is below this multiple of the numerical noise drops tokens by chance."""
+"""A limit of |log D| (D = pi_old / mu) below this multiple of the numerical noise drops tokens by
+chance.
+"""
 FEW = 4000
-"""Smallest number of tokens with which the 95% interval of a share of 0 is below `rules.SAME`."""
+"""Smallest sample for advice that a clip never acts: with it, the 95% interval of a share of 0 ends
+below `rules.SAME`.
+"""
 
 
 def band_is_random(evidence: Evidence) -> Conclusion | None:
-    """Report limits on D that drop many tokens for only numerical differences."""
+    """Report that the correction's limits of D (pi_old / mu) drop tokens for numerical differences
+    only.
+    """
     rule, dropped = evidence.config.correction, evidence.get("band_share")
     if dropped is None and evidence.config.old_logps.exact and rule.unit != "token":
         kept = evidence.get("kept_share")
@@ -86,7 +96,9 @@ def clip_never_acts(evidence: Evidence) -> Conclusion | None:
 
 
 def fitting_thresholds(evidence: Evidence) -> Conclusion | None:
-    """Report the ranges of D and S outside which 0.1% or 1% of the exact ratios are."""
+    """Report ranges of D (pi_old / mu) and S (pi / pi_old) outside which only 0.1% or 1% of the
+    exact values are.
+    """
     band, clip = evidence.limits.band, evidence.limits.clip
     names = (
         "log_d_abs_p999" if band is None or band.tokens == 1 else "log_d_unit_abs_p99",
@@ -110,7 +122,7 @@ def fitting_thresholds(evidence: Evidence) -> Conclusion | None:
 
 
 def _units(limit: Limit | None) -> str:
-    """Return the plural of a limit's unit."""
+    """Return the unit of `limit` in the plural, such as `tokens`."""
     return "tokens" if limit is None or limit.tokens == 1 else f"{limit.unit}s"
 
 

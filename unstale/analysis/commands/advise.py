@@ -1,7 +1,4 @@
-"""The command `advise`: show from a run's figures which route is worth its cost.
-
-A route is a method to obtain old log-probabilities.
-"""
+"""The command `advise`: suggest a method to obtain old log-probabilities (a route) for a run."""
 
 import argparse
 

@@ -33,7 +33,9 @@ _WORKLOAD = {
     "--answer": ("tool_tokens", "150", "TOKENS", "tokens of the environment's answer to a reply"),
     "--tool-s": ("tool_s", "1~0.8<60", "SECONDS", "seconds of a tool call"),
 }
-"""Option of the command -> field of `Workload`, default, placeholder in the help, help text."""
+"""Option of the command -> the field of `Workload` that it sets, its default, the placeholder and
+the text in the help.
+"""
 
 
 def add(verbs: Any) -> None:
@@ -145,7 +147,7 @@ def _request(chosen: argparse.Namespace, model: Model) -> "PlanRequest":
 
 
 def workload_of(chosen: argparse.Namespace) -> Workload:
-    """Return the workload (lengths and times of episodes) that the command's options describe."""
+    """Return the workload (lengths and times of episodes) that the arguments `chosen` describe."""
     words = [f"{option}={getattr(chosen, option[2:].replace('-', '_'))}" for option in _WORKLOAD]
     values = parse_assignments("plan", words, dict.fromkeys(_WORKLOAD, Distribution))
     fields = {}
@@ -157,9 +159,9 @@ def workload_of(chosen: argparse.Namespace) -> Workload:
 
 
 def _device(chosen: argparse.Namespace, model: Model) -> tuple[Device, Shares]:
-    """Return the device, and the shares of its speed that programs reach.
+    """Return the device, and the shares of its peak speed that programs reach.
 
-    Both are measured in the run of `--like`, or follow from `--device` and `--shares`.
+    With `--like RUN`, both are measured in that run. Otherwise `--device` and `--shares` give them.
     """
     if chosen.like:
         if chosen.shares:

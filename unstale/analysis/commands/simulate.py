@@ -1,6 +1,6 @@
-"""The command `simulate`: simulate a schedule on a virtual clock.
+"""The command `simulate`: predict the speed and staleness of a run with other settings.
 
-It imports torch only for the simulation.
+The schedule runs on a virtual clock. The module imports torch only for the simulation.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _SECTIONS = {
 
 
 def _value_kinds() -> dict[str, Any]:
-    """Return the type of every value that --set accepts, by name."""
+    """Return the type of every value that --set accepts, by its name such as `fleet.engines`."""
     kinds = {}
     for section, cls in _SECTIONS.items():
         for name, kind in value_kinds(cls).items():
@@ -169,14 +169,14 @@ def _print(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The runs of --like with the costs that were fitted to them. Without --like, all is empty."""
+    """The runs named by --like, and the costs that were fitted to them. Empty without --like."""
 
     runs: "Sequence[RecordedRun]" = ()
     fitted: "FittedCosts | None" = None
     setup: "SimulationSetup | None" = None
-    """The setup of a simulation of the first run."""
+    """The setup with which the first run is simulated."""
     result: "SimulationResult | None" = None
-    """The result of the simulation of the first run."""
+    """The result of simulating the first run with its own settings."""
     own: "Sequence[OwnRun]" = ()
 
     @classmethod
@@ -198,7 +198,9 @@ class _Source:
     def open_questions(
         self, setup: "SimulationSetup", result: "SimulationResult", assignments: Sequence[str]
     ) -> list[str]:
-        """Return sentences on what cannot be predicted from the runs with these values of --set."""
+        """Return reasons why the runs do not suffice to predict the values `assignments` of
+        --set.
+        """
         from unstale.analysis.planner.own_run import open_questions
 
         if self.fitted is None:
@@ -214,7 +216,8 @@ def _json_row(result: "SimulationResult") -> dict[str, Any]:
 
 
 def _setup(source: _Source, assignments: Sequence[str]) -> "SimulationSetup":
-    """Return the setup of a simulation: that of --like or the defaults, changed by --set.
+    """Return the setup of a simulation: that of the first run or the defaults, changed by
+    `assignments`.
 
     Raises `ConfigError` if costs are missing.
     """
@@ -243,7 +246,7 @@ def _setup(source: _Source, assignments: Sequence[str]) -> "SimulationSetup":
 
 
 def own_table(own: "OwnRun") -> Table:
-    """Return a table with measured figures of a run and those of its simulation."""
+    """Return a table that compares measured figures of a run with those of its simulation."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(justify="right")
@@ -263,7 +266,7 @@ def own_table(own: "OwnRun") -> Table:
 
 
 def own_words(own: "OwnRun") -> str:
-    """Return sentences on the deviation of a run's simulation, and on the bottlenecks of both."""
+    """Return sentences on how far a run's simulation deviates, and on the bottlenecks of both."""
     left_out = f" ({own.left_out} left out because of evaluations)" if own.left_out else ""
     return (
         f"Deviation {own.error:+.1%} over {own.steps} steps{left_out}.\n"
@@ -277,7 +280,7 @@ def _own_row(own: "OwnRun") -> dict[str, Any]:
 
 
 def table(results: "Mapping[str, SimulationResult]") -> Table:
-    """Return a table with a column for the result of each simulation. Keys of `results` are titles.
+    """Return a table with one column for each simulation. `results` maps titles to results.
 
     The table has no head if the only title is "".
     """

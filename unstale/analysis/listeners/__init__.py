@@ -1,1 +1,3 @@
-"""Modules that act at the end of a run. `unstale.cli.session` calls their function `run_ended`."""
+"""Modules that act when a run ends. `unstale.cli.session` calls the function `run_ended` of
+each.
+"""

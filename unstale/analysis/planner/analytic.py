@@ -1,8 +1,8 @@
 """Time and memory of a configuration, computed from a model's sizes and a device's data sheet.
 
-Two assumptions are made. Work on several devices divides evenly among them, whether they train,
-sample with tensor parallelism, or encode deltas (differences between two versions of the weights).
-A sharded trainer computes a layer while it gathers the weights of the next one, so a pass takes the
+Two assumptions are made. Work on several devices divides evenly among them: to train, to sample
+with tensor parallelism, and to encode deltas (differences between two versions of the weights). A
+sharded trainer computes a layer while it gathers the weights of the next one, so a pass takes the
 longer of the two times.
 """
 
@@ -22,52 +22,52 @@ from unstale.weights import delta_sizes
 from unstale.weights.delta_sizes import WORD
 
 MOMENT_BYTES = {"AdamW": 8, "AdamW8bit": 2}
-"""Bytes of both moments of a trained parameter, by the value of `trainer.optimizer`."""
+"""Value of `trainer.optimizer` -> bytes of the two moments of a trained parameter."""
 _GATHERED_LAYERS = 2
 """Number of layers whose whole weights each device of a sharded trainer holds: the layer that it
 computes and the next one.
 """
 _REDUCED_BYTES = 4
-"""Bytes per trained parameter that a sharded trainer sums over its devices after a backward pass: a
-float32 gradient.
+"""Bytes per trained parameter of the gradients that a sharded trainer sums over its devices after a
+backward pass: they are float32.
 """
 _STEPPED_BYTES = 14
-"""Bytes that an optimizer step reads and writes per parameter, beside twice the moments. It reads
-the float32 weight and the gradient (8), and writes the float32 and the bfloat16 weight (6).
+"""Bytes of memory traffic of an optimizer step per parameter, without its moments: the float32
+weight and the gradient are read (8), the float32 and the bfloat16 weight written (6).
 """
 REDUCE_S = 8e-6
-"""Seconds of a small all-reduce within a node. Assumed, because NCCL over NVLink takes 5 to 10
-us.
-"""
+"""Seconds of a small all-reduce within a node. Assumed: NCCL over NVLink takes 5 to 10 us."""
 TRANSFER_S = 0.034 / 40_387_200
 """Processor seconds per byte of weights copied to another process through main memory. Measured:
 with `old_logps.route` `old_logit_model`, a copy of 40 MB took 3.4% of a step of 1.00 s
 (benchmarks/results/routes-planner.md).
 """
 PASS_TOKENS = 4096
-"""Largest number of tokens in a microbatch: the default of `trainer.max_tokens_per_microbatch`. A
+"""Default of `trainer.max_tokens_per_microbatch`, the largest number of tokens in a microbatch. A
 longer episode is a microbatch of its own.
 """
 MOST_PASS_TOKENS = 32_768
-"""Largest microbatch, in tokens, that the planner proposes. Longer ones compute no faster."""
+"""Largest number of tokens in a microbatch that the planner suggests. Longer ones are not
+faster.
+"""
 SCORING_FACTOR = 4
-"""Tokens of a forward pass without gradient, divided by those of a microbatch, on GPUs: the default
-of `trainer.max_tokens_per_scoring_pass`. Such a pass can be longer because it keeps the activations
-of one layer at a time.
+"""Largest number of tokens in a pass without gradient on GPUs, as a multiple of that in a
+microbatch. It is the factor in the default of `trainer.max_tokens_per_scoring_pass`. Such a pass
+can be longer, because it keeps the activations of only one layer at a time.
 """
 
 MIN_EPISODES = 8
-"""Number of episodes of mean length whose keys and values must fit into an engine's memory. The
-planner skips degrees of tensor parallelism that are too low for this.
+"""Number of episodes of mean length whose keys and values must fit into an engine's memory. Engines
+of too few devices for this are not planned.
 """
 ENGINE_SIZES = (1, 2, 4, 8)
-"""Numbers of devices that a single engine may use (tensor parallelism)."""
+"""Numbers of devices per engine (tensor parallelism) that the planner tries."""
 CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
-"""Numbers of trainer ranks that may divide the tokens of one microbatch: the values of
-`cluster.context`.
+"""Values of `cluster.context`: numbers of trainer ranks that may divide the tokens of one
+microbatch.
 """
 _SPLITS = 16
-"""The planner tries numbers of training devices in steps of all devices divided by this number."""
+"""The numbers of training devices that are tried differ by all devices divided by this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +80,8 @@ class TrainingSetup:
     lr: float
     episodes: EpisodeStats
     rounding: str = "stochastic"
-    """The value of `trainer.rounding`, on which the size of deltas (differences between versions)
-    depends. The default is that of the recipe `llm`.
+    """The value of `trainer.rounding`. The size of deltas (differences between versions of the
+    weights) depends on it. The default is that of the recipe `llm`.
     """
     gradient_checkpointing: bool = False
     offload: bool = False
@@ -99,65 +99,69 @@ class TrainingSetup:
     optimizer: str = "AdamW"
     """The value of `trainer.optimizer`: a key of `MOMENT_BYTES`."""
     replicas: int = 1
-    """Number of copies of the divided model: `cluster.replicas`."""
+    """Number of copies of the model, each divided among equally many training devices:
+    `cluster.replicas`.
+    """
     expert_parallel: bool = False
-    """True if each expert is whole on a device: `cluster.expert_parallel`."""
+    """True if each expert lies whole on one device: `cluster.expert_parallel`."""
     critic: str = ""
-    """The value of `critic.model` for `advantage.estimator = gae`. Empty without a critic."""
+    """The value of `critic.model` if `advantage.estimator` is `gae`. Empty without a critic."""
 
     def __post_init__(self) -> None:
         if self.lora_rank and self.model.experts:
             raise ConfigError("--lora-rank: adapters of a model with experts are not supported")
 
     def shards(self, devices: int) -> int:
-        """Return the number of training devices that divide one copy of the model."""
+        """Return the number of training devices that divide one copy of the model.
+
+        `devices` is the number of all training devices.
+        """
         return devices // self.replicas
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of both moments of a trained parameter."""
+        """Bytes of the optimizer's two moments of a trained parameter."""
         return MOMENT_BYTES[self.optimizer]
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes of main memory per trained parameter with `offload`: float32 weight and moments.
+        """Bytes of main memory per trained parameter with `offload`: its float32 weight and its
+        moments.
 
-        Of several devices each also keeps its float32 shard of the weights, from which the bfloat16
-        weights of a pass are rounded.
+        A sharded trainer also keeps a float32 copy of the weights on its devices, from which the
+        bfloat16 weights of a pass are rounded.
         """
         return 4 + self.moment_bytes
 
     @property
     def trained(self) -> float:
-        """The number of parameters that are trained: those of the adapters with `lora_rank`, else
+        """Number of trained parameters: those of the LoRA adapters if `lora_rank` is not 0, else
         all.
         """
         return self.model.lora_parameters(self.lora_rank) or self.model.parameters
 
     @property
     def version_bytes(self) -> float:
-        """Bytes of a version of the trained weights in bfloat16, as the trainer copies it to main
-        memory.
-        """
+        """Bytes of one version of the trained weights in bfloat16."""
         return WORD * self.trained
 
     @property
     def delta_rate(self) -> float:
-        """The learning rate from which the size of deltas is computed: `lr`, or a larger one with
-        stochastic rounding.
+        """The learning rate from which the size of deltas (differences between versions) is
+        computed.
+
+        It is `lr`, or a larger rate with stochastic rounding, which changes more weights.
         """
         return delta_sizes.delta_rate(self.lr, self.rounding)
 
     @property
     def flops(self) -> float:
-        """Floating-point operations per second that a device reaches in training, scoring and
-        prefill.
-        """
+        """Floating-point operations per second that a device reaches, except in decoding."""
         return self.device.flops * self.shares.matmul
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that a device reaches when it reads or writes its memory."""
+        """Bytes per second that a device reaches to or from its memory."""
         return self.device.bandwidth * self.shares.bandwidth
 
     @property
@@ -166,11 +170,11 @@ class TrainingSetup:
         return self.device.memory * self.shares.memory
 
     def trainer_bytes(self, devices: int, route: RouteCost) -> float:
-        """Return the bytes of memory that the trainer needs on each of its devices.
+        """Return the bytes of memory that the trainer needs on each of its `devices` devices.
 
-        The optimizer's state, the float32 weights and the models that `route` adds are sharded over
-        the devices of a copy. LoRA adapters are whole on each of several devices, and past versions
-        of them in main memory. The activations of a microbatch are divided by `context`.
+        The optimizer's state, the float32 weights and the models that `route` adds are divided
+        among the devices of a copy of the model. LoRA adapters and their optimizer's state are
+        whole on each device. The activations of a microbatch are divided by `context`.
         """
         sharded = self.sharded_bytes(route, devices) / self.shards(devices)
         whole = self.state_bytes(1) * (self.lora_rank > 0 and self.is_sharded(devices))
@@ -179,14 +183,17 @@ class TrainingSetup:
 
     @property
     def critic_bytes(self) -> float:
-        """Bytes of a critic with a model of its own: weights, optimizer's state, activations."""
+        """Bytes of a critic with a model of its own: weights, optimizer's state and activations.
+        Otherwise 0.
+        """
         if self.critic != "own":
             return 0.0
         return self.model.copy_bytes + self.state_bytes(1) + self.activation_bytes
 
     def sharded_bytes(self, route: RouteCost, devices: int = 1) -> float:
-        """Return the bytes that are divided among the trainer's devices, as their sum over the
-        devices of one copy.
+        """Return the bytes that the devices of one copy of the model divide among them.
+
+        `devices` is the number of all training devices.
         """
         if self.lora_rank and self.is_sharded(devices):
             return self.model.copy_bytes
@@ -195,12 +202,13 @@ class TrainingSetup:
         return self.state_bytes(devices) + of_route
 
     def state_bytes(self, devices: int) -> float:
-        """Return the bytes of trained weights, gradients and moments, as the sum over the devices
-        of one copy.
+        """Return the bytes of trained float32 weights, gradients and moments of one copy of the
+        model.
 
-        A parameter has a float32 weight (4 bytes), a gradient (4) and two moments. On several
-        devices a pass rounds a float32 weight to nearest. With another `rounding` there is one more
-        for the optimizer. Of these, `offload` leaves the gradient and the weight of passes.
+        A parameter has a float32 weight (4 bytes), a gradient (4) and two moments. A sharded
+        trainer has another float32 weight (4), unless `rounding` is `nearest`. With `offload` only
+        the gradient, and the weight from which a sharded trainer's passes are rounded, stay on the
+        devices.
         """
         sharded = self.is_sharded(devices)
         each = 8 + self.moment_bytes + 4 * (sharded and self.rounding != "nearest")
@@ -209,27 +217,28 @@ class TrainingSetup:
         return self._padding(devices) * each * self.trained
 
     def _padding(self, devices: int) -> float:
-        """Return the factor by which padded experts enlarge the trained weights.
+        """Return the factor by which padding of the experts enlarges the trained weights.
 
-        A sharded trainer pads the experts so that each device has the same number of them.
+        A sharded trainer pads the experts, so that each device has the same number of them.
         """
         return self.model.padding(self.shards(devices)) if self.is_sharded(devices) else 1.0
 
     def computed_bytes(self, devices: int) -> float:
         """Return the bytes of bfloat16 weights that the trainer needs on each of its devices.
 
-        A single device has a copy of the model. Each of several devices has the embedding, the head
-        and two layers at a time (FSDP2, resharded after each layer). With `expert_parallel` no
-        experts are gathered.
+        A single device has the whole model. Each of several devices has the embedding, the head and
+        two layers at a time (FSDP2, resharded after each layer). With `expert_parallel` the experts
+        are not counted, because they are not gathered.
         """
         if not self.is_sharded(devices):
             return self.model.copy_bytes
         return self.model.gathered_bytes(_GATHERED_LAYERS, experts=not self.expert_parallel)
 
     def scorer_bytes(self, devices: int) -> float:
-        """Return the bytes of memory of each of `devices` devices that only compute `old_logp`.
+        """Return the bytes of memory that each of `devices` devices needs that only compute
+        `old_logp`.
 
-        These devices divide the bfloat16 weights and gather layers as training devices do. They do
+        These devices divide the bfloat16 weights, and gather layers as training devices do. They do
         not divide the tokens of a pass, and keep the activations of one layer at a time.
         """
         gathered = self.model.gathered_bytes(_GATHERED_LAYERS) if self.is_sharded(devices) else 0
@@ -237,24 +246,24 @@ class TrainingSetup:
         return self.model.copy_bytes / devices + gathered + activations
 
     def checkpoint_bytes(self, devices: int) -> float:
-        """Return the bytes of main memory, per training device, that the copy for a checkpoint
-        takes.
+        """Return the bytes of main memory, per training device, of the copy from which a checkpoint
+        is written.
 
-        It has the float32 weight (4), the bfloat16 weight (2) and the moments. The result is 0 for
-        a trainer on one device, which makes no copy.
+        A parameter has its float32 weight (4 bytes), its bfloat16 weight (2) and its moments. The
+        result is 0 for a trainer on one device, which makes no copy.
         """
         copied = (6 + self.moment_bytes) * self.trained / self.shards(devices)
         return copied if self.is_sharded(devices) else 0.0
 
     def is_sharded(self, devices: int) -> bool:
-        """Return True if a trainer with this number of devices shards the weights over them.
+        """Return True if a trainer on `devices` devices divides the weights among them.
 
-        Processor cores share one memory, so nothing is sharded over them.
+        Processor cores share one memory, so the result for them is False.
         """
         return devices > 1 and not self.device.is_core
 
     def ring_bandwidth(self, devices: int) -> float:
-        """Return the bytes per second that each of `devices` devices receives in a collective.
+        """Return the bytes per second that each of `devices` devices receives in a ring collective.
 
         Within a node this is the bandwidth of a link. A ring through several nodes uses the network
         ports of all devices of a node together, because each node receives the bytes once.
@@ -265,12 +274,15 @@ class TrainingSetup:
         return link * self.shares.link
 
     def passes(self, tokens: float, devices: int, pass_tokens: float) -> int:
-        """Return how many passes of `pass_tokens` tokens each device of a trainer runs."""
+        """Return how many passes of `pass_tokens` tokens each of `devices` training devices runs.
+
+        Together they process `tokens` tokens.
+        """
         return math.ceil(tokens / (max(1, devices // self.context) * pass_tokens))
 
     @property
     def pass_tokens(self) -> int:
-        """The number of tokens in the largest microbatch. It decides how much memory is needed.
+        """Number of tokens in the largest microbatch, which decides how much memory is needed.
 
         `context` devices divide these tokens.
         """
@@ -278,23 +290,24 @@ class TrainingSetup:
 
     @property
     def mean_pass_tokens(self) -> float:
-        """The mean number of tokens in a microbatch. It decides how many microbatches a batch
+        """Mean number of tokens in a microbatch, which decides how many microbatches a batch
         has.
         """
         return self._mean_tokens(self.microbatch)
 
     @property
     def mean_scoring_tokens(self) -> float:
-        """The mean number of tokens in a pass without gradient."""
+        """Mean number of tokens in a pass without gradient."""
         return self._mean_tokens(self.scoring_pass)
 
     def _mean_tokens(self, largest: int) -> float:
         return max(0 if self.model.apart else largest, self.episodes.tokens)
 
     def fits(self, devices: int, route: RouteCost) -> bool:
-        """Return True if this number of devices can train, and has the memory for it.
+        """Return True if the model can be trained on `devices` devices: they have the memory for
+        it.
 
-        A critic with a model of its own needs a single device.
+        A critic with a model of its own cannot be trained by a sharded trainer.
         """
         if self.critic == "own" and self.is_sharded(devices):
             return False
@@ -303,8 +316,8 @@ class TrainingSetup:
     def with_largest_passes(self, devices: int, route: RouteCost) -> Self:
         """Return the setup with the largest microbatch and scoring pass that fit into GPU memory.
 
-        On processor cores, and for a model that computes each sequence apart, both have the default
-        size, `PASS_TOKENS`.
+        On processor cores, and for a model whose sequences cannot be packed, both have
+        `PASS_TOKENS`.
         """
         best = replace(self, microbatch=PASS_TOKENS, scoring_pass=PASS_TOKENS)
         if self.device.is_core or self.model.apart:
@@ -323,25 +336,27 @@ class TrainingSetup:
 
     @property
     def activation_bytes(self) -> float:
-        """Bytes of the activations of one microbatch, on each of its `context` devices."""
+        """Bytes of the activations of one microbatch on each of the `context` devices that divide
+        it.
+        """
         token = token_bytes(self.model, checkpointing=self.gradient_checkpointing)
         return token * self.pass_tokens / self.context
 
     @property
     def scoring_bytes(self) -> float:
-        """Bytes of one layer's activations in a pass without gradient, on each of its `context`
-        devices.
+        """Bytes of one layer's activations in a pass without gradient, on each of the `context`
+        devices that divide it.
         """
         tokens = max(self.scoring_pass, math.ceil(self.episodes.longest))
         return self.model.layer_bytes * tokens / self.context
 
     @property
     def context_sizes(self) -> list[int]:
-        """Numbers of GPUs over which one microbatch can be split by attention heads: context
-        parallelism.
+        """Numbers of GPUs that can divide the attention heads of one microbatch: values of
+        `cluster.context`.
 
-        On CPU cores the only number is 1, because cores share one memory. It is also 1 with a
-        critic, and for a model that computes each sequence apart.
+        The only number is 1 on processor cores, because they share one memory. It is also 1 with a
+        critic, and for a model whose sequences cannot be packed.
         """
         heads, key_heads = self.model.heads, self.model.kv_heads
         is_whole = self.device.is_core or self.critic or self.model.apart
@@ -355,18 +370,17 @@ class TrainingSetup:
         """Return how many tokens of context fit into the memory of an engine with `tp` devices.
 
         `taken` is the number of bytes that a trainer on the same device uses. The result is
-        negative if not even the engine's weights fit. Each device holds at least one key-value
-        head, so heads are replicated if `tp` is larger than their number.
+        negative if not even the engine's weights fit. If `tp` exceeds the number of key-value
+        heads, these are replicated, because each device holds at least one.
         """
         free = tp * self.device.memory * self.shares.memory - self.model.copy_bytes - taken
         return free / (self.model.kv_bytes * max(1.0, tp / self.model.kv_heads))
 
     @property
     def engine_sizes(self) -> list[int]:
-        """The numbers of devices per engine (tensor parallelism) with which an engine has enough
-        memory.
+        """Numbers of devices per engine (tensor parallelism) that have enough memory.
 
-        An engine must hold the model and `least_context` tokens of context.
+        The memory must hold the model and `least_context` tokens of context.
         """
         return [
             tp
@@ -378,7 +392,8 @@ class TrainingSetup:
     def least_context(self) -> float:
         """The number of context tokens that must fit into an engine's memory.
 
-        It is that of `MIN_EPISODES` mean episodes or of the longest episode, whichever is larger.
+        It is that of `MIN_EPISODES` episodes of mean length, or of the longest episode if that is
+        larger.
         """
         return max(MIN_EPISODES * self.episodes.tokens, self.episodes.longest)
 
@@ -390,21 +405,19 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A division of the devices among trainer, engines and the computation of old
-    log-probabilities.
-    """
+    """A division of the devices among trainer, engines and computation of old log-probabilities."""
 
     trainers: int
     engines: int
     tp: int
     """Number of devices of each engine (tensor parallelism)."""
     scorers: int = 0
-    """Number of devices that only compute old log-probabilities, for a route (a method to get them)
-    that does so in another process.
+    """Number of devices that only compute old log-probabilities, in another process than the
+    trainer. 0 if they are computed on the training devices.
     """
     colocated: bool = False
-    """True if engines and trainer use the same devices in turn. Switching between the two is
-    assumed to take no time.
+    """True if engines and trainer use the same devices in turn. Switching is assumed to take no
+    time.
     """
 
     @property
@@ -429,11 +442,11 @@ class Placement:
 def placements(
     setup: TrainingSetup, route: RouteCost, *, devices: int, max_staleness: int
 ) -> Iterator[Placement]:
-    """Yield the divisions of the devices among trainer and engines that fit into memory.
+    """Yield the divisions of `devices` devices among trainer and engines that fit into memory.
 
-    Devices that are left over because they are too few for one more engine train. A single device
-    trains and samples in turns, and needs memory for both. If some numbers of training devices
-    divide the number of experts, only those are used, because others would pad the experts.
+    Devices that are too few for one more engine go to the trainer. A single device trains and
+    samples in turn, and needs memory for both. If some numbers of training devices divide the
+    number of experts, only those are used, because others would pad the experts.
     """
     if devices == 1:
         yield from colocated_placements(setup, route, devices=1)
@@ -469,7 +482,7 @@ def colocated_placements(
 ) -> Iterator[Placement]:
     """Yield the divisions in which all devices alternate between training and sampling.
 
-    They differ in the number of devices per engine. Divisions that do not fit are left out.
+    They differ in the number of devices per engine. Only those that fit into memory are yielded.
     """
     if devices == 1 and (route.needs.own_process or not setup.share_one(route)):
         return
@@ -482,13 +495,13 @@ def colocated_placements(
 def scoring_devices(
     setup: TrainingSetup, route: RouteCost, trainers: int, *, max_staleness: int
 ) -> int:
-    """Return how many devices a route that computes old log-probabilities needs of its own.
+    """Return how many devices are needed that only compute old log-probabilities.
 
-    The result is 0 if the route scores on the `trainers` training devices, and 1 on processor
-    cores. Otherwise the devices must have memory for the model, gathered layers and a pass. If no
-    number of devices has, the result counts those with memory for the model. They must also score a
-    batch in the time of three forward passes on `trainers` devices, which is the time to train on
-    it. A trajectory is assumed to be sampled by two versions.
+    The result is 0 if `route` (the way to get them) scores on the `trainers` training devices, and
+    1 on processor cores. Otherwise the devices must have memory for the model, gathered layers and
+    a pass. If no number of devices has, only memory for the model is required. The devices must
+    also score a batch in the time to train on it, which is that of three forward passes on
+    `trainers` devices. At most two versions are assumed to sample a trajectory.
     """
     if not route.needs.own_process:
         return 0
@@ -506,7 +519,9 @@ def scoring_devices(
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyticCosts:
-    """The durations of a run with one setup, division of devices and method to get `old_logp`."""
+    """Durations of a run's work, computed for one setup, division of devices and way to get
+    `old_logp`.
+    """
 
     setup: TrainingSetup
     placement: Placement
@@ -514,25 +529,23 @@ class AnalyticCosts:
     batch: float
     """Mean number of tokens in a batch."""
     live: int
-    """Number of versions of the weights whose sampled tokens may wait for training at the same
-    time.
-    """
+    """Number of versions of the weights whose sampled tokens may wait for training at one time."""
     absorbed_s: float = 0.0
-    """Seconds of a step in which the trainer waits for episodes, so that scoring in them costs
-    nothing. Only routes (methods to get `old_logp`) with `needs.idle` use them.
+    """Seconds of a step in which the trainer waits for episodes. Routes (ways to get `old_logp`)
+    with `needs.idle` score in them at no cost.
     """
 
     @property
     def context_tokens(self) -> float:
-        """The number of context tokens that fit into the memory of one engine."""
+        """Number of context tokens that fit into the memory of one engine."""
         taken = 0.0
         if self.placement.devices == 1:
             taken = self.setup.trainer_bytes(1, self.route)
         return self.setup.context_tokens(self.placement.tp, taken=taken)
 
     def step_s(self, replies: int, context: int) -> float:
-        """Return the seconds in which an engine decodes one token of each of `replies` running
-        replies.
+        """Return the seconds of a decoding step: one more token for each of `replies` replies of an
+        engine.
 
         `context` is the sum of their context tokens. The result is the longer of two times, plus
         overheads: the time to read weights, keys and values from memory, and the time to compute.
@@ -550,39 +563,40 @@ class AnalyticCosts:
         """Return the seconds in which an engine computes the keys and values of `tokens` context
         tokens.
 
-        The time to read the weights is not included, because it is part of `step_s`.
+        The time to read the weights is not included, because `step_s` includes it.
         """
         computed = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
         return computed / (self.placement.tp * self.setup.flops) + self._all_reduce_s(tokens)
 
     def train_s(self, tokens: int) -> float:
-        """Return the seconds of a forward pass, a backward pass and the optimizer step on a batch.
+        """Return the seconds of forward passes, backward passes and the optimizer step for a batch.
 
-        A backward pass takes as long as two forward passes, or three with gradient checkpointing.
-        With LoRA adapters it takes one forward pass less, because frozen weights have no gradient.
-        A critic adds a forward pass for its forecasts, and if it has a model of its own, the
-        training of that model.
+        The batch has `tokens` tokens. A backward pass takes as long as two forward passes, or three
+        with gradient checkpointing. With LoRA adapters it takes one forward pass less, because
+        frozen weights have no gradient. A critic adds a forward pass for its forecasts. If it has a
+        model of its own, the training of that model is added too.
         """
         one = max(self.train_compute_s(tokens), self.train_transfer_s(tokens)) + self.optimizer_s
         forecast = self._scoring_pass_s(tokens) * bool(self.setup.critic)
         return one * (1 + (self.setup.critic == "own")) + forecast
 
     def train_compute_s(self, tokens: int) -> float:
-        """Return the seconds that devices compute in a forward and backward pass over `tokens`
+        """Return the seconds in which devices compute forward and backward passes over `tokens`
         tokens.
 
-        The exchange of tokens between the devices that share a microbatch is included.
+        The exchange of tokens between the devices that divide a microbatch is included.
         """
         setup = self.setup
         passes = 3 + setup.gradient_checkpointing - (setup.lora_rank > 0)
         return passes * self.forward_s(tokens) + (passes - 1) * self._exchange_s(tokens)
 
     def train_transfer_s(self, tokens: int) -> float:
-        """Return the seconds of weight and gradient transfers between the trainer's devices in
-        `train_s`.
+        """Return the seconds in which training devices transfer weights and gradients for `tokens`
+        tokens.
 
         The weights are gathered for the forward and for the backward pass. The gradients are summed
-        in float32 after each backward pass, over the devices of a copy and then over the copies.
+        in float32 after each backward pass, over the devices of a copy of the model and then over
+        the copies.
         """
         setup, trainers = self.setup, self.placement.trainers
         copies = 2 + _REDUCED_BYTES / WORD * setup.trained / setup.model.parameters
@@ -593,27 +607,29 @@ class AnalyticCosts:
 
     @property
     def shards(self) -> int:
-        """The number of training devices that divide one copy of the model."""
+        """Number of training devices that divide one copy of the model."""
         return self.setup.shards(self.placement.trainers)
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
         """Return the seconds that computing old log-probabilities adds to the trainer's step.
 
-        `versions` is the mean number of versions that sampled a sequence. A route (method) with
-        separate devices works in parallel with training. It adds the transfer of the weights, and
-        the seconds by which it is slower than training. A route that restores versions from deltas
-        applies one delta for each version in the batch, and at most all that it keeps. A route that
-        scores while the trainer waits adds the seconds that exceed `absorbed_s`.
+        The batch has `tokens` tokens, and `versions` versions sampled a sequence on average. The
+        result depends on the route, which is the way to get them. One with separate devices works
+        in parallel with training; it adds the transfer of the weights, and the seconds by which it
+        is slower than training. One that restores versions applies a delta for each version in the
+        batch, and at most all that it keeps. One that scores while the trainer waits adds the
+        seconds beyond `absorbed_s`.
         """
         if self.route.needs.idle:
             return max(0.0, self._late_s(tokens, versions) - self.absorbed_s)
         return self._scored_s(tokens, versions)
 
     def _late_s(self, tokens: int, versions: float) -> float:
-        """Return the seconds to score each version's tokens before the next version replaces it.
+        """Return the seconds to score the tokens of each version before the next version replaces
+        it.
 
-        These are the seconds of forward passes with the trainer's present weights. No older version
-        is restored.
+        They are those of forward passes with the trainer's current weights. No older version is
+        restored.
         """
         route = self.route
         prompt = self.setup.episodes.prompt_fraction
@@ -627,8 +643,8 @@ class AnalyticCosts:
         return max(forward_s, self._gather_s(tokens, self.placement.trainers, each))
 
     def _scored_s(self, tokens: int, versions: float) -> float:
-        """Return the seconds to compute a batch's old log-probabilities when the batch is trained
-        on.
+        """Return the seconds to compute a batch's old log-probabilities at the time of its
+        training.
         """
         route, setup = self.route, self.setup
         trainers = self.placement.trainers
@@ -651,10 +667,9 @@ class AnalyticCosts:
         return scoring + restoring + traffic
 
     def publish_s(self) -> float:
-        """Return the seconds in which the trainer copies a version to main memory and encodes its
-        deltas.
+        """Return the seconds in which the trainer prepares a new version.
 
-        They include `driver_s`.
+        It copies the version to main memory and encodes its deltas. `driver_s` is included.
         """
         setup = self.setup
         link = setup.device.host_link * setup.shares.link
@@ -663,10 +678,11 @@ class AnalyticCosts:
 
     @property
     def driver_s(self) -> float:
-        """Seconds in which the run's own process applies the deltas of all ranks, on one core.
+        """Seconds in which the run's main process applies the deltas of all trainer ranks, on one
+        core.
 
-        Deltas are differences between two versions of the weights. It applies them only for a
-        sharded trainer whose engines load whole weights. Otherwise 0.
+        Deltas are differences between two versions of the weights. They are applied only if the
+        trainer is sharded and engines load whole weights. Otherwise the result is 0.
         """
         setup = self.setup
         ranked = setup.is_sharded(self.placement.trainers) and not setup.lora_rank
@@ -679,10 +695,11 @@ class AnalyticCosts:
 
     @property
     def sends_deltas(self) -> bool:
-        """True if engines receive deltas (differences between versions), not whole weights.
+        """True if engines receive deltas (differences between versions), False if they receive
+        whole weights.
 
-        Deltas suit a single engine on the trainer's node, and hosts on other nodes. With LoRA
-        adapters all engines receive whole weights, into which the adapters are merged.
+        Deltas are sent to a single engine on the trainer's node, and to hosts on other nodes. With
+        LoRA adapters all engines receive whole weights, into which the adapters are merged.
         """
         has_deltas = self.route.needs.snapshots or self.setup.is_sharded(self.placement.trainers)
         has_base = self.placement.engines == 1 or not self.is_one_node
@@ -694,7 +711,7 @@ class AnalyticCosts:
 
         Engines pass a version on to each other, so the time does not depend on their number.
         Between nodes, deltas are sent if that is faster than sending all weights. The result is 0
-        on processor cores, whose embedded engines decode nothing in advance.
+        on processor cores, whose engines decode nothing in advance.
         """
         setup = self.setup
         if setup.device.is_core:
@@ -712,9 +729,9 @@ class AnalyticCosts:
         return min(whole_s, delta_s + delta_sizes.delta_bytes(words, rate) / link)
 
     def load_s(self) -> float:
-        """Return the seconds for which engines stop sampling to load a version.
+        """Return the seconds for which engines stop sampling to load a version from main memory.
 
-        The weights lie in main memory. Each device of an engine reads its share of them.
+        Each device of an engine reads its share of the weights.
         """
         setup = self.setup
         each = setup.model.copy_bytes / self.placement.tp
@@ -723,12 +740,12 @@ class AnalyticCosts:
         return each / (setup.shares.loader_gb_s * 1e9)
 
     def probe_s(self) -> float:
-        """Return the seconds after a load for which replies are held until the new weights are
+        """Return the seconds after a load in which replies are held back until the new weights are
         checked.
 
-        The check is a short probe: the server samples tokens one by one, and a processor core
-        computes their log-probabilities with the same weights. The result is 0 on processor cores,
-        whose embedded engines are not probed.
+        The check is a probe: the server samples a short reply, and a processor core computes its
+        log-probabilities with the same weights. The result is 0 on processor cores, whose engines
+        are not probed.
         """
         if self.setup.device.is_core:
             return 0.0
@@ -739,7 +756,7 @@ class AnalyticCosts:
     def encode_s(self) -> float:
         """Seconds in which the trainer's ranks encode the deltas of their shards of the weights.
 
-        0 if neither engines nor the computation of `old_logp` use deltas.
+        The result is 0 if neither engines nor the computation of `old_logp` use deltas.
         """
         cores = self.shards * self.setup.shares.cores
         encode = delta_sizes.encode_s(self.setup.trained, self.setup.delta_rate)
@@ -755,18 +772,18 @@ class AnalyticCosts:
         return alone / (self.shards * self.setup.shares.cores)
 
     def forward_s(self, tokens: float) -> float:
-        """Return the seconds of a forward pass over `tokens` tokens on all training devices
-        together.
+        """Return the seconds in which all training devices together compute a forward pass over
+        `tokens` tokens.
         """
         flops = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
         return flops / (self.placement.trainers * self.setup.flops)
 
     def _gather_s(self, tokens: float, devices: int, pass_tokens: float) -> float:
-        """Return the seconds in which `devices` devices gather the weights for a forward pass.
+        """Return the seconds in which `devices` devices gather the weights for forward passes.
 
-        `tokens` tokens are computed in microbatches of `pass_tokens` tokens. For each microbatch,
-        every device gathers the bfloat16 weights of its copy, with padded experts, or without
-        experts if these are whole on a device. The result is 0 for one device.
+        `tokens` tokens are computed in passes of `pass_tokens` tokens. For each pass, every device
+        gathers the bfloat16 weights of its copy of the model, with padded experts. Experts that lie
+        whole on a device are not gathered. The result is 0 for one device.
         """
         setup = self.setup
         if not setup.is_sharded(devices):
@@ -780,12 +797,12 @@ class AnalyticCosts:
         return passes * received / setup.ring_bandwidth(shards)
 
     def _exchange_s(self, tokens: float) -> float:
-        """Return the seconds in which devices that share a microbatch exchange tokens for heads.
+        """Return the seconds in which devices that divide a microbatch exchange tokens in a forward
+        pass.
 
-        In a forward pass they exchange queries, keys, values and the attention output of each
-        layer. A backward pass exchanges their gradients, which takes as long. These devices are in
-        one node if they fit there. With `expert_parallel` the states of tokens also travel to the
-        devices of their experts, and back.
+        They exchange queries, keys, values and the attention output of each layer, so that each
+        device has all tokens of some heads. With `expert_parallel` the states of tokens also travel
+        to the devices of their experts, and back. A backward pass exchanges as much.
         """
         setup = self.setup
         model, size = setup.model, setup.context
@@ -802,8 +819,8 @@ class AnalyticCosts:
 
     @property
     def optimizer_s(self) -> float:
-        """Seconds of an optimizer step. With `offload` they include the copies from and to main
-        memory.
+        """Seconds of an optimizer step. With `offload`, copies from and to main memory are
+        included.
         """
         setup = self.setup
         each = setup.trained / (1 if setup.lora_rank else self.shards)
@@ -817,7 +834,7 @@ class AnalyticCosts:
         """Return the seconds of the two all-reduces per layer that tensor parallelism needs.
 
         Each is a ring that sends 2 (tp - 1) / tp times the activations of `tokens` tokens, with a
-        latency of `REDUCE_S`. The result is 0 for `tp` 1.
+        latency of `REDUCE_S`. The result is 0 for engines of one device.
         """
         tp = self.placement.tp
         model = self.setup.model

@@ -1,4 +1,4 @@
-"""Parse NAME=VALUE words of the command line. Importing this module does not import torch."""
+"""Parse words NAME=VALUE of the command line. Importing this module does not import torch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -18,7 +18,9 @@ _DISTRIBUTION = f"N, MEAN~SIGMA or MEAN~SIGMA<MAX, with SIGMA at most {MAX_SIGMA
 
 
 def value_kinds(cls: Any) -> dict[str, Any]:
-    """Return the types of a dataclass's fields by name, without the ranges in their annotations."""
+    """Return name -> type of the fields of the dataclass `cls`, without the ranges in
+    annotations.
+    """
     types = get_type_hints(cls)
     return {field.name: types[field.name] for field in fields(cls)}
 
@@ -26,10 +28,10 @@ def value_kinds(cls: Any) -> dict[str, Any]:
 def parse_assignments(
     option: str, words: Iterable[str], kinds: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the values of NAME=VALUE words by name.
+    """Return name -> value of the command-line words NAME=VALUE.
 
-    `kinds` gives the type of each allowed name. Raises `ConfigError` for a wrong word; the message
-    names `option`, the command-line option with these words.
+    `kinds` has the type of each allowed name. Raises `ConfigError` for a wrong word. The message
+    names the command-line option `option`, which got the words.
 
     >>> kinds = {"decode": float, "tool_s": Distribution}
     >>> parse_assignments("--set", ["decode=0.01", "tool_s=5~1.2"], kinds)

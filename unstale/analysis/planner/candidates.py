@@ -1,8 +1,8 @@
 """Enumerate configurations for a number of devices, and estimate the throughput of each.
 
-A candidate is a division of the devices among trainer and engines (`Placement`), a schedule and a
-route (a method to get old log-probabilities). A formula estimates its throughput from mean
-durations.
+A configuration, called a candidate, has a division of the devices among trainer and engines
+(`Placement`), a schedule and a route (a way to get old log-probabilities). A formula estimates its
+throughput from mean durations.
 """
 
 import math
@@ -34,13 +34,13 @@ ADVISED_RANK = 16
 MAX_RUNNING = 256
 """Largest number of replies that one engine samples at once: vLLM's default `max_num_seqs`."""
 SYNCHRONOUS_ROUTE = "current_recompute"
-"""The method to get old log-probabilities in synchronous training. It is exact there."""
+"""The way to get old log-probabilities in synchronous training, where it is exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A user's request to the planner. Of several lags, groups or windows, the planner chooses the
-    best.
+    """What a user asks of the planner. It chooses the best of several `lags`, `groups` or
+    `windows`.
     """
 
     setup: TrainingSetup
@@ -51,28 +51,28 @@ class PlanRequest:
     groups: tuple[int, ...] = (16,)
     group_size: int = 8
     windows: tuple[int, ...] = ()
-    """Look-ahead windows to try, in groups. If empty, strict order (window 1) is tried and, if the
-    trainer then waits, also a window of half a batch.
+    """Look-ahead windows to try, in groups. If empty, groups are trained on in order (window 1). If
+    the trainer then waits, a window of half a batch is also tried.
     """
     route: str | None = None
-    """Name of the route (method to get `old_logp`). None chooses the exact one with the highest
+    """Name of the way to get `old_logp` (route). None chooses the exact one with the highest
     throughput.
     """
     rounds: int = 10
-    """Number of rounds to simulate, each of maximum staleness + 1 steps, after a first round in
-    which the queue fills up.
+    """Number of rounds to simulate, of maximum staleness + 1 steps each. A further round before
+    them, in which the queue fills up, does not count.
     """
     on_progress: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration, with formulas that estimate its throughput."""
+    """A configuration for the requested devices, with an estimate of its throughput."""
 
     request: PlanRequest
     costs: AnalyticCosts
     name: str
-    """Name of the route, the method to get old log-probabilities."""
+    """Name of the way to get old log-probabilities (route)."""
     schedule: ScheduleConfig
 
     @property
@@ -93,10 +93,11 @@ class Candidate:
         return replace(self, name=name, costs=costs).with_idle_scoring()
 
     def with_idle_scoring(self) -> "Candidate":
-        """Return the candidate with its `costs.absorbed_s` set, if its route scores in idle time.
+        """Return the candidate with `costs.absorbed_s`, the seconds in which its trainer waits for
+        episodes.
 
-        These are the seconds by which generation takes longer than the trainer's other work. Routes
-        (methods to get `old_logp`) without `needs.idle` return the candidate unchanged.
+        Nothing is changed if its route (way to get `old_logp`) does not score in this time, or if
+        engines and trainer use the same devices.
         """
         if not self.costs.route.needs.idle or self.placement.colocated:
             return self
@@ -106,8 +107,8 @@ class Candidate:
 
     @property
     def trainer_s(self) -> float:
-        """Seconds of a step in which the trainer trains, publishes and computes old
-        log-probabilities.
+        """Seconds of a step in which the trainer is busy: training, old log-probabilities,
+        publishing.
         """
         costs = self.costs
         batch = round(costs.batch)
@@ -116,10 +117,10 @@ class Candidate:
 
     @property
     def route_s(self) -> float:
-        """Seconds that computing old log-probabilities adds to the trainer's step.
+        """Seconds of a step that computing old log-probabilities adds.
 
-        The encoding of deltas (differences between versions) counts only if engines receive none,
-        because otherwise it is needed in any case.
+        The encoding of deltas (differences between versions of the weights) is included, unless
+        engines need them too.
         """
         costs = self.costs
         scoring = costs.old_logps_s(round(costs.batch), self.estimate.versions)
@@ -134,7 +135,8 @@ class Candidate:
     def max_running(self) -> int:
         """Largest number of replies that one engine samples at once.
 
-        The engine's memory, the staleness bound and `MAX_RUNNING` limit it.
+        It is limited by the engine's memory, by the episodes that the staleness bound allows, and
+        by `MAX_RUNNING`.
         """
         live = math.ceil(self._live_per_engine)
         in_memory = self.costs.context_tokens // self.episodes.tokens
@@ -151,13 +153,13 @@ class Candidate:
 
     @cached_property
     def estimate(self) -> "ThroughputEstimate":
-        """The durations of a step and an episode, estimated from mean durations.
+        """Estimated durations of a step and an episode, from mean durations of their parts.
 
-        A step takes as long as the slower of generation and training, which overlap. In synchronous
-        training, and when both use the same devices, it takes the sum of the two. The optimizer
-        step waits until engines have loaded the previous version; unless past versions are kept,
-        scoring and training wait too. The time of a step depends on the number of versions that
-        sample an episode, and that number depends on the time of a step. Four iterations converge.
+        A step takes as long as the slower of generation and training, which overlap. It takes the
+        sum of both in synchronous training, and when both use the same devices. The optimizer step
+        waits until engines have loaded the previous version. Unless past versions are kept, scoring
+        and training wait too. The number of versions that sample an episode depends on the time of
+        a step, and the other way round, so both are computed in four iterations, which converge.
         """
         costs = self.costs
         batch = round(costs.batch)
@@ -193,15 +195,15 @@ class Candidate:
         return estimate
 
     def _share_engine(self, live: float, crossed: float) -> tuple[float, float]:
-        """Return how many replies an engine runs on average, and its seconds for an episode.
+        """Return the mean number of replies that run on an engine, and its seconds for one episode.
 
         `live` is the number of episodes in flight per engine. `crossed` is the number of new
         versions that are loaded during an episode. By Little's law, the share of live episodes that
-        run is the share of their time that they spend at the engine and not in tool calls. That
-        share depends on the number of running replies, so it is found by bisection. A running reply
-        waits while the engine computes the contexts of others. A context is computed again after
-        each new version, and after an eviction, which happens if there are more episodes than
-        `max_running`.
+        run is the share of their time that they spend at the engine and not in tool calls. This
+        time depends on the number of running replies, so the number is found by bisection. A
+        running reply waits while the engine computes the contexts of others. A context is computed
+        again after each new version, and after an eviction, which happens if there are more
+        episodes than `max_running`.
         """
         costs = self.costs
         means = self.episodes
@@ -229,7 +231,9 @@ class Candidate:
 
 
 class ThroughputEstimate(NamedTuple):
-    """Mean durations of a step and an episode, in seconds, as the formula estimates them."""
+    """Estimated means of a configuration: seconds of a step and of an episode, and versions per
+    episode.
+    """
 
     step_s: float
     episode_s: float
@@ -237,11 +241,11 @@ class ThroughputEstimate(NamedTuple):
     """Mean number of versions of the weights that sample one episode."""
 
     def alive(self, tail: float) -> float:
-        """Return the share of the time from an episode's start to its training in which it is
-        unfinished.
+        """Return the share of time, from an episode's start to the training on it, in which it
+        runs.
 
-        A finished episode waits for the longest episode of its group, which takes `tail` times the
-        mean. Then it waits half a step for the other groups of its batch.
+        An episode that has ended waits for the longest one of its group, which takes `tail` times
+        the mean. Then it waits half a step for the other groups of its batch.
         """
         if not self.episode_s:
             return 1.0
@@ -251,9 +255,9 @@ class ThroughputEstimate(NamedTuple):
 def make_schedule(request: PlanRequest, lag: int, groups: int, window: int) -> ScheduleConfig:
     """Return the schedule in which no token is older than `lag` versions.
 
-    `groups` are the groups per step. `window` is the look-ahead window, which can make tokens
-    older. So `max_staleness` is lower than `lag` by the versions that the window can add. Raises
-    `ConfigError` if `lag` is too small for the window.
+    `groups` is the number of groups per step. `window` is the look-ahead window, which can make
+    tokens older, so `max_staleness` is lower than `lag` by that. Raises `ConfigError` if `lag` is
+    too small for the window.
     """
     smallest = staleness_bound(1, groups, window)
     if 0 < lag < smallest:
@@ -273,19 +277,17 @@ def make_schedule(request: PlanRequest, lag: int, groups: int, window: int) -> S
 def candidates(
     request: PlanRequest, name: str, schedule: ScheduleConfig, *, colocated: bool = False
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every division of the devices that fits into memory.
+    """Yield the configurations with one schedule and one route that fit into memory.
 
-    All get `old_logp` by the route `name`.
-
-    Each is tried with and without gradient checkpointing. Two means to save memory are used only if
-    a division does not fit otherwise: several devices divide a microbatch, and the optimizer's
-    state lies in main memory.
+    The route `name` is the way to get `old_logp`. Each division of the devices is tried with and
+    without gradient checkpointing. If it does not fit otherwise, memory is saved in two ways:
+    several devices divide a microbatch, and the optimizer's state lies in main memory.
     """
     batch = schedule.groups_per_step * schedule.group_size * request.setup.episodes.tokens
     live = schedule.staleness_bound + 1
     route = route_cost(name)
     least: dict[Placement, tuple[bool, int]] = {}
-    """For each division: the first pair of `offload` and `context` with which it fits."""
+    """Division of the devices -> the first values of `offload` and `context` with which it fits."""
     choices = product((False, True), request.setup.context_sizes, (False, True))
     for offload, context, checkpointing in choices:
         if offload and request.setup.device.is_core:  # a core's memory is main memory
@@ -316,9 +318,10 @@ def candidates(
 def _divided(
     setup: TrainingSetup, placement: Placement, route: RouteCost
 ) -> Iterator[TrainingSetup]:
-    """Yield the setup with each way to divide the model among the trainer's devices that fits.
+    """Yield `setup` with each way to divide the model among the trainer's devices that fits.
 
-    These are one copy or one on each node, and experts that are gathered or whole on a device.
+    There is one copy of the model, or one on each node. Experts are gathered, or lie whole on a
+    device.
     """
     yield setup
     trainers, node = placement.trainers, setup.device.node
@@ -334,8 +337,9 @@ def _divided(
 
 
 def _with_passes(setup: TrainingSetup, placement: Placement, route: RouteCost) -> TrainingSetup:
-    """Return the setup with the largest passes that fit into memory. On a single device passes keep
-    their size, because an engine uses the rest of its memory.
+    """Return `setup` with the largest passes that fit into memory.
+
+    On a single device passes keep their size, because an engine uses the rest of its memory.
     """
     if placement.devices == 1:
         return setup
@@ -381,7 +385,9 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
 
 
 def _adapters(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
-    """Return the advice to train adapters if they fit the devices, otherwise an empty text."""
+    """Return the end of a message that suggests to train LoRA adapters. Empty if they do not fit
+    either.
+    """
     if request.setup.lora_rank or request.setup.model.experts:
         return ""
     setup = replace(request.setup, lora_rank=ADVISED_RANK)
@@ -391,9 +397,9 @@ def _adapters(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
 
 
 def _fewest_trainers(setup: TrainingSetup, route: RouteCost) -> tuple[int, TrainingSetup]:
-    """Return the smallest number of training devices that have enough memory, and the setup for it.
+    """Return the smallest number of training devices with enough memory, and the setup for it.
 
-    The number is 0 if none up to `MAX_TRAINERS` has.
+    The number is 0 if even `MAX_TRAINERS` devices do not have enough.
     """
     setups = [
         replace(setup, gradient_checkpointing=True, context=context, offload=offload)
@@ -408,9 +414,9 @@ def _fewest_trainers(setup: TrainingSetup, route: RouteCost) -> tuple[int, Train
 
 
 def divisions(candidate: Candidate) -> list[Candidate]:
-    """Return a candidate for each division of the devices, with the schedule of `candidate`.
+    """Return the fastest configuration for each division of the devices.
 
-    The way to get `old_logp` is also the same. Gradient checkpointing is used where it is faster.
+    The schedule and the way to get `old_logp` are those of `candidate`.
     """
     ranked = sorted(
         candidates(candidate.request, candidate.name, candidate.schedule),
@@ -420,10 +426,10 @@ def divisions(candidate: Candidate) -> list[Candidate]:
 
 
 def with_route(candidate: Candidate, name: str) -> Candidate | None:
-    """Return the candidate with another route, the method to get old log-probabilities.
+    """Return `candidate` with the route `name`, which is the way to get old log-probabilities.
 
     The division of the devices stays the same if the route fits there. Otherwise the best division
-    is chosen. None if the route fits nowhere.
+    is chosen. None if the route does not fit at all.
     """
     route = route_cost(name)
     placement = candidate.placement
@@ -439,10 +445,10 @@ def with_route(candidate: Candidate, name: str) -> Candidate | None:
 
 
 def synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate | None:
-    """Return the best candidate that trains synchronously, or None if none fits the devices.
+    """Return the fastest configuration for synchronous training, or None if none fits the devices.
 
-    All devices sample and train in turns. The route (way to get `old_logp`) is `current_recompute`,
-    which is exact here because the current weights sampled all tokens.
+    All devices sample and train in turn. `old_logp` is computed with the current weights, which is
+    exact here because they sampled all tokens.
     """
     in_turns = replace(schedule, max_staleness=0, lookahead_window=1)
     options = candidates(request, SYNCHRONOUS_ROUTE, in_turns, colocated=True)
@@ -450,7 +456,7 @@ def synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate | N
 
 
 def why_not_synchronous(request: PlanRequest) -> str:
-    """Return the reason why `synchronous` returns None for this request."""
+    """Return the reason why `synchronous` returns None for `request`."""
     setup = replace(
         request.setup, gradient_checkpointing=True, offload=not request.setup.device.is_core
     )

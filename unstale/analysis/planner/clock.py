@@ -1,4 +1,4 @@
-"""A queue of simulated events on the virtual clock of the event loop.
+"""A queue of simulated events on an event loop whose clock is virtual.
 
 Continuing a task of the event loop is slow, and only few simulated events need it. So one callback
 handles event after event in order of time, until an event resolves a future. Then the event loop
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class SimulatedClock:
-    """A queue of simulated events in order of time.
+    """A queue of simulated events, which are handled in order of time.
 
-    `now` is the simulated time in seconds of the event that was handled last.
+    `now` is the simulated time, in seconds, of the event that was handled last.
     """
 
     def __init__(self) -> None:
@@ -28,13 +28,14 @@ class SimulatedClock:
         self._unresolved = 0
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Call `action` at simulated time `time`, in seconds."""
+        """Call `action` at the simulated time `time`, in seconds."""
         heapq.heappush(self._events, (time, next(self._numbers), action))
         self._set_timer()
 
     def resolve(self, future: "asyncio.Future[T]", result: T) -> None:
-        """Resolve a future at the present simulated time. Later events wait until its task has
-        continued.
+        """Resolve `future` at the present simulated time.
+
+        Later events are not handled until the task that waits for it has continued.
         """
         self._unresolved += 1
         asyncio.get_running_loop().call_at(self.now, self._set_result, future, result)
@@ -54,8 +55,8 @@ class SimulatedClock:
     def _set_timer(self) -> None:
         """Set a timer of the event loop for the next simulated event.
 
-        No timer is set while a future of an earlier event is still to be resolved, because time
-        must not advance before.
+        No timer is set while an event has a future to resolve, because time must not advance
+        before.
         """
         if self._unresolved or not self._events:
             return

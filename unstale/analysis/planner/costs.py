@@ -1,4 +1,4 @@
-"""The durations of the parts of a run, and a linear model of them. Does not import torch."""
+"""The durations of a run's parts, and a linear model of them. This module does not import torch."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,11 +7,11 @@ from unstale.config.checks import Count, NonNegative, PositiveInt, Section
 
 
 class Costs(Protocol):
-    """The seconds that one engine, and the trainer as a whole, take for each kind of work."""
+    """The seconds that an engine, or the trainer as a whole, takes for each kind of work."""
 
     def step_s(self, replies: int, context: int) -> float:
-        """Return the seconds in which an engine decodes one token of each of `replies` running
-        replies.
+        """Return the seconds of a decoding step: one more token for each of `replies` replies of an
+        engine.
 
         `context` is the sum of their context tokens.
         """
@@ -26,16 +26,15 @@ class Costs(Protocol):
 
     @property
     def optimizer_s(self) -> float:
-        """The seconds of the optimizer step, which are included in `train_s`.
+        """Seconds of the optimizer step, which `train_s` includes.
 
         Only this part of training waits until the engines have loaded the previous version.
         """
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """Return the seconds in which the old log-probabilities of a batch of `tokens` tokens are
-        computed.
+        """Return the seconds to compute the old log-probabilities of a batch of `tokens` tokens.
 
-        `versions` is the mean number of versions that sampled a sequence.
+        `versions` is the mean number of versions of the weights that sampled a sequence.
         """
 
     def publish_s(self) -> float:
@@ -50,7 +49,7 @@ class Costs(Protocol):
         """Return the seconds for which engines pause to load a new version."""
 
     def probe_s(self) -> float:
-        """Return the seconds after a load for which complete replies are held back.
+        """Return the seconds after a load in which complete replies are held back.
 
         In this time the new weights are checked with a probe: a short reply to a random prompt.
         """
@@ -58,7 +57,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCosts:
-    """Durations of generation, training and publication, linear in the number of tokens.
+    """Durations of generation, training and publishing that are linear in the number of tokens.
 
     `measured.fit_costs` fits the coefficients to recorded runs.
     """
@@ -76,13 +75,13 @@ class LinearCosts:
     train_token: float = 0.0
     """Seconds that each token of the batch adds to `train`."""
     optimizer_s: float = 0.0
-    """Seconds of the optimizer step, which are included in `train`."""
+    """Seconds of the optimizer step. They are part of `train`."""
     old: float = 0.0
     """Seconds to compute the old log-probabilities of one batch, whatever its size."""
     old_token: float = 0.0
     """Seconds that each token of the batch adds to `old`."""
     old_version_token: float = 0.0
-    """Seconds that each token adds to `old` for each version that sampled its sequence, after the
+    """Seconds that each token adds to `old` for each version that sampled its sequence, except the
     first.
     """
     publish: float = 0.0
@@ -92,7 +91,7 @@ class LinearCosts:
     load: float = 0.0
     """Seconds for which the engines pause to load a version."""
     probe: float = 0.0
-    """Seconds after a load for which complete replies are held back, until the weights are
+    """Seconds after a load in which complete replies are held back until the weights are
     checked.
     """
 
@@ -124,8 +123,9 @@ class LinearCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Factors by which the durations of one recorded step differ from those that `Costs` predicts:
-    of the engines, of training, and of computing `old_logp`.
+    """Durations of one recorded step, each divided by the one that `Costs` predicts.
+
+    They are those of the engines' work, of training, and of computing `old_logp`.
     """
 
     engine: float = 1.0
@@ -135,14 +135,15 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads(Section):
-    """The durations of a run's smaller parts, in seconds, and how much durations vary from step to
-    step.
+    """Durations of a run's smaller parts in seconds, and how durations vary from step to step.
 
     `unstale plan` leaves them out.
     """
 
     audit_s: NonNegative = 0.0
-    """Seconds of the audit of a batch, in the trainer's thread."""
+    """Seconds in which the trainer's thread audits a batch: recomputes some of its `old_logp`
+    exactly.
+    """
     batch_s: NonNegative = 0.0
     """Seconds in which the event loop builds and records a batch, while the trainer waits."""
     checkpoint_s: NonNegative = 0.0
@@ -150,21 +151,20 @@ class Overheads(Section):
     checkpoint_every: Count = 0
     """Number of steps between two checkpoints. 0 writes none."""
     reply_s: NonNegative = 0.0
-    """Seconds from the engine's end of a reply until its episode receives it, for each reply."""
+    """Seconds from the end of a reply in the engine until its episode receives it."""
     turn_s: NonNegative = 0.0
-    """Seconds that each turn takes of the event loop of its rollout process."""
+    """Seconds for which a turn occupies the event loop of its rollout process."""
     run_turn_s: NonNegative = 0.0
-    """Seconds that each turn takes of the event loop of the run's process, after `turn_s`."""
+    """Seconds for which a turn then occupies the event loop of the run's main process."""
     processes: PositiveInt = 1
-    """Number of rollout processes among which the groups are divided."""
+    """Number of rollout processes, among which groups are divided."""
     paces: tuple[Pace, ...] = ()
-    """The paces of recorded steps. Simulated steps use them one after the other, and repeat them.
-    They matter because a step that is slow by chance delays the next one, and a fast one does not
-    make up for it.
+    """The paces of recorded steps, which simulated steps use in turn. Variation matters: a step
+    that is slow by chance delays the next one, and a fast one does not make up for it.
     """
 
     def pace(self, step: int) -> Pace:
-        """Return the pace of step `step`. The first step is 0."""
+        """Return the pace of step `step`, counted from 0."""
         return self.paces[step % len(self.paces)] if self.paces else _EVEN
 
 

@@ -33,72 +33,75 @@ from unstale.engines.routing import (
 
 @dataclass(slots=True, eq=False)
 class SimulatedReply:
-    """A reply that is being sampled."""
+    """A reply that a simulated engine samples, or will sample."""
 
     episode: int
     prefixes: Sequence[Prefix]
-    """Beginnings of the episode's contexts that other episodes may have too, shortest first."""
+    """First parts of the episode's contexts that other episodes may share, shortest first."""
     on_tokens: Callable[[int, bool], None]
-    """A function that an engine calls when it returns tokens, with their number, and with True if
-    the reply is complete.
+    """A function that an engine calls when it returns tokens. Its arguments are their number, and
+    True if the reply is complete.
     """
     context: int
     """Number of tokens in the context, including those sampled so far."""
     left: int = 0
-    """Number of tokens that the engine is still to sample for the present request."""
+    """Number of tokens of the reply that are still to be sampled."""
     sampled: int = 0
     """Number of tokens of the reply that its episode has received."""
     cached: int = 0
-    """Number of context tokens whose keys and values `engine` has, computed with its weights."""
+    """Number of context tokens whose keys and values `engine` has in its cache."""
     engine: "SimulatedEngine | None" = None
-    """The engine that sampled for this reply last. None before the first."""
+    """The engine that sampled for this reply last. None if none did, or if it failed."""
     weight: int = 1
-    """The number of replies that this one counts as when the engine with the least load is chosen.
-    """
+    """The load of the reply on an engine, in replies: a long context counts as several."""
     since: int = 0
-    """The number of the engine's step at which the reply began to run."""
+    """Number of decoding steps that the engine had made when the reply began to run."""
     requested_at: float = -1.0
-    """The time of the request in seconds. Negative once the first token is sampled, or if the time
-    to the first token is not measured.
+    """Simulated time of the request, in seconds. Negative if the time to its first token is not
+    measured, or has been already.
     """
     computed: Collection[int] = ()
-    """Names of the prefixes that `engine` computed for this reply, because it did not have them."""
+    """Names of the `prefixes` that `engine` had not cached and computed for this reply."""
 
 
 _ORDER = count()
-"""Counter of started replies. Replies that end at the same step are sorted by it."""
+"""Counter of started replies. It orders replies that end at the same step."""
 _UNKNOWN = 1 << 30
-"""Expected number of tokens of a reply before any reply is complete."""
+"""Length in tokens that is expected of a reply before any reply is complete."""
 _SPARE = 0.01
-"""Share of an engine's memory for contexts that must be free after a reply has started. With less,
-the reply would soon lose its cached context.
+"""Share of an engine's memory for contexts that must stay free when a reply starts. With less, a
+context would soon be evicted.
 """
 
 
 class SimulatedEngine:
     """A simulated engine. Replies beyond its capacity wait in order of arrival.
 
-    It also keeps the contexts of complete replies, for the next turn of their episodes. If memory
-    is short, it evicts these first, in the order of completion. Then it evicts the newest running
-    reply. That reply waits again, and its context is computed again.
+    It keeps the contexts of complete replies for the next turns of their episodes. If memory is
+    short, it evicts these first, in the order of completion. Then it evicts the newest running
+    reply, which waits again and has its context computed again.
     """
 
     def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet, number: int) -> None:
         self.number = number
         self.prefills = number < fleet.prefill_engines
-        """True if the engine belongs to the prefill group."""
+        """True if the engine belongs to the prefill group, which gets requests with many new
+        context tokens.
+        """
         self.longest_queue = 0
-        """Largest number of replies that waited while the engine sampled."""
+        """Largest number of replies that waited while the engine was not paused."""
         self.on_first_token: Callable[[SimulatedReply, float], None] = lambda reply, time: None
         self.on_complete: Callable[[SimulatedReply, int], None] = lambda reply, tokens: None
         self.load = 0
-        """Sum of the weights of the replies that run or wait on this engine."""
+        """Sum of the weights (`SimulatedReply.weight`) of all replies on this engine."""
         self.on_load_change: Callable[[SimulatedEngine], None] = lambda engine: None
         self.up = True
         self.restarted_at = 0.0
         self.paused = True
         self.prefixes: set[int] = set()
-        """Names of the prefixes (first tokens of contexts) that this engine has computed."""
+        """Names of the prefixes (first parts of contexts) that this engine has computed and
+        cached.
+        """
         self.busy_s = 0.0
         self.sampled = 0
         self.steps = 0
@@ -106,7 +109,7 @@ class SimulatedEngine:
         self.prefilled = 0
         """Number of context tokens that the engine has computed."""
         self.lost = 0
-        """Number of tokens lost because the engine failed."""
+        """Number of sampled tokens that were lost because the engine failed."""
         self._clock = clock
         self._costs = costs
         self._pace = 1.0
@@ -116,26 +119,30 @@ class SimulatedEngine:
         self._running: list[tuple[int, int, SimulatedReply]] = []
         """A heap of (step at which the reply is complete, order of arrival, reply)."""
         self._fresh: dict[int, SimulatedReply] = {}
-        """Replies by episode that have started and wait for their first step."""
+        """Episode -> its reply, if it has started but not got its first token."""
         self._waiting: deque[SimulatedReply] = deque()
         self._kept: dict[int, tuple[SimulatedReply, int]] = {}
-        """Contexts of complete replies by episode, with their number of tokens."""
+        """Episode -> its last complete reply, and the number of context tokens that are kept of
+        it.
+        """
         self._kept_tokens = 0
         self._context = 0
         """Number of context tokens of the running replies."""
         self._steps = 0
         self._next_step_at = 0.0
         self._last_step_ended = 0.0
-        """The time at which the last step ended. It is before `_next_step_at` if contexts are
+        """Simulated time at which the last step ended. `_next_step_at` is later if contexts are
         computed between two steps.
         """
         self._timer = 0
-        """Number of the event that was scheduled last for the completion of a reply. Events with
-        lower numbers are ignored.
+        """Number of the newest scheduled event for the completion of a reply. Older events are
+        ignored.
         """
 
     def take(self, reply: SimulatedReply) -> None:
-        """Start a reply, or put it in the queue while the engine is paused or full."""
+        """Start a reply. It waits in the queue if the engine is paused or full, or other replies
+        wait.
+        """
         self._add_load(reply.weight)
         self.forget(reply.episode)
         if not self.paused:
@@ -150,9 +157,9 @@ class SimulatedEngine:
             self._schedule()
 
     def interrupt(self) -> float:
-        """Pause after the current step, and return all new tokens to their episodes.
+        """Pause after the current step. New tokens of all replies are passed to their episodes.
 
-        Return the simulated time at which the engine is paused, in seconds.
+        Return the simulated time, in seconds, at which the engine is paused.
         """
         if self.paused:
             return self._clock.now
@@ -173,7 +180,8 @@ class SimulatedEngine:
         return self._next_step_at
 
     def resume(self, *, keep_cache: bool, pace: float = 1.0) -> None:
-        """Continue to sample. Cached contexts are discarded unless `keep_cache` is true.
+        """Continue to sample after a pause. Cached contexts are discarded unless `keep_cache` is
+        True.
 
         All durations are multiplied by `pace` until the next pause.
         """
@@ -192,7 +200,7 @@ class SimulatedEngine:
         self._schedule()
 
     def fail(self) -> list[SimulatedReply]:
-        """Lose all state, as in a crash. Return the unfinished replies, for other engines to
+        """Lose all state, as in a crash. Return the unfinished replies, which other engines can
         continue.
         """
         self._advance(self._clock.now)
@@ -216,7 +224,7 @@ class SimulatedEngine:
         return replies
 
     def forget(self, episode: int) -> None:
-        """Discard the cached context of an episode that has ended or starts again."""
+        """Discard the context that is kept of an episode."""
         if episode in self._kept:
             self._kept_tokens -= self._kept.pop(episode)[1]
 
@@ -237,7 +245,9 @@ class SimulatedEngine:
         return min(max(cached, self._copied_tokens(reply)), reply.context)
 
     def _copied_tokens(self, reply: SimulatedReply) -> int:
-        """Return how many context tokens of a reply the engine has computed for other replies."""
+        """Return how many context tokens of a reply the engine has cached because other replies
+        share them.
+        """
         for name, tokens in reversed(reply.prefixes):
             if tokens <= reply.context and name in self.prefixes:
                 return tokens
@@ -290,9 +300,10 @@ class SimulatedEngine:
         return not self._max_tokens or needed <= (1 - _SPARE) * self._max_tokens
 
     def _steps_ahead(self) -> int:
-        """Return the number of decoding steps until a reply is complete or the memory is full.
+        """Return the number of decoding steps until the next reply is complete or the memory is
+        full.
 
-        A single running reply always has enough memory. Without running replies the result is 1.
+        A single running reply always has enough memory. The result is 1 if no reply runs.
         """
         running = len(self._running)
         if not running:
@@ -306,7 +317,9 @@ class SimulatedEngine:
         return max(0, self._max_tokens - self._context)
 
     def _evict(self) -> None:
-        """Evict kept contexts, then the newest running replies, until the rest fits into memory."""
+        """Evict contexts of complete replies, then the newest running replies, until the memory
+        suffices.
+        """
         while self._kept and self._exceeds_capacity():
             self._evict_kept(next(iter(self._kept)))
         while (
@@ -332,7 +345,7 @@ class SimulatedEngine:
             reply.cached = 0
 
     def _advance(self, now: float) -> None:
-        """Simulate the decoding steps that begin before `now`."""
+        """Simulate the decoding steps that begin before the simulated time `now`."""
         if not self._running or self._next_step_at >= now:
             self._next_step_at = max(self._next_step_at, now)
             if not self._running:
@@ -348,9 +361,7 @@ class SimulatedEngine:
         self._do(steps)
 
     def _mean_step_s(self, steps: int) -> float:
-        """Return the mean seconds of the next `steps` steps. It equals the seconds of the middle
-        step.
-        """
+        """Return the mean seconds of the next `steps` steps, which are those of the middle step."""
         replies = len(self._running)
         half, odd = divmod(replies * (steps - 1), 2)
         seconds = self._step_s(self._context + half)
@@ -373,9 +384,7 @@ class SimulatedEngine:
         self._context += steps * len(self._running)
 
     def _report_first_tokens(self) -> None:
-        """Call `on_first_token` for replies that get their first token in the step that begins
-        now.
-        """
+        """Call `on_first_token` for the replies that get their first token in the next step."""
         ended = self._next_step_at + self._step_s(self._context)
         for reply in self._fresh.values():
             self.on_first_token(reply, ended)
@@ -410,8 +419,8 @@ class SimulatedEngine:
         self._schedule()
 
     def _stop(self, reply: SimulatedReply) -> int:
-        """Count the tokens of a running reply that stops. Return how many it got since it started
-        to run.
+        """Count the tokens of a running reply that stops to run. Return how many it got since it
+        started.
         """
         tokens = self._steps - reply.since
         self._fresh.pop(reply.episode, None)
@@ -424,11 +433,11 @@ class SimulatedEngine:
 
 
 class SimulatedEnginePool:
-    """A pool of simulated engines that all sample from the same version of the weights.
+    """Simulated engines that all sample from the same version of the weights.
 
-    Like `engines.EnginePool`, it sends a reply to the engine that has its context cached, unless
-    the least loaded engine has far less load. With a prefill group, it chooses as `routing.choose`
-    does.
+    As `engines.EnginePool` does, a reply is sent to the engine that has its context cached, unless
+    that has far more load than the least loaded one. With a prefill group, `routing.choose`
+    decides.
     """
 
     def __init__(
@@ -441,7 +450,7 @@ class SimulatedEnginePool:
         self._overheads = overheads
         self.version = -1
         self.held_until = 0.0
-        """Time until which complete replies are held back, because the new weights are being
+        """Simulated time until which complete replies are held back, because new weights are
         checked.
         """
         self.deaths = 0
@@ -453,16 +462,18 @@ class SimulatedEnginePool:
         self._load_tokens = fleet.load_tokens
         self._phases = Phases(fleet.prefill_engines, fleet.prefill_ratio)
         self.lengths = ReplyLengths()
-        """Lengths of complete replies. They give the expected length of the next one."""
+        """Lengths of complete replies, from which that of the next one is predicted."""
         self.first_tokens: list[tuple[float, float]] = []
-        """For each request: the time of its first token, and the seconds since the request."""
+        """For each request: the simulated time of its first token, and the seconds since the
+        request.
+        """
         self.rejects = 0
-        """How often an engine would have been chosen for a request but had no free place."""
+        """Number of times that the preferred engine for a request was full."""
         self._restart_s = fleet.restart_s
         self._paused = True
         self._unplaced: list[SimulatedReply] = []
         self._by_load: list[tuple[int, int]] = []
-        """A heap of (load, number of the engine). Outdated entries are skipped."""
+        """A heap of (load, number of the engine). Entries whose load has changed are skipped."""
         for engine in self.members:
             engine.on_load_change = self._rank
             engine.on_first_token = self._add_first_token
@@ -480,16 +491,17 @@ class SimulatedEnginePool:
             self._by_prefix(reply, idlest).take(reply)
 
     def forget(self, reply: SimulatedReply) -> None:
-        """Discard the cached contexts of an episode that has ended."""
+        """Discard the cached context of the episode to which `reply` belongs."""
         holders = self.members if self._phases.prefill_engines else [reply.engine]
         for engine in holders:
             if engine is not None:
                 engine.forget(reply.episode)
 
     def _by_prefix(self, reply: SimulatedReply, idlest: SimulatedEngine) -> SimulatedEngine:
-        """Return the engine that has the reply's context cached, or else the least loaded one.
+        """Return the engine for a reply: the one that has its context cached, or `idlest`.
 
-        A full engine is passed over if another one has a free place.
+        The first is not chosen if it has far more load than `idlest`, the least loaded engine. A
+        full engine is skipped if another one has a free place.
         """
         cached_at = reply.engine
         if (
@@ -530,8 +542,8 @@ class SimulatedEnginePool:
         )
 
     def _complete(self, reply: SimulatedReply, tokens: int) -> None:
-        """Return a complete reply to its episode, after the check of the new weights if one is
-        under way.
+        """Return a complete reply to its episode. If new weights are being checked, wait for the
+        end.
         """
         if self._clock.now < self.held_until:
             self._clock.at(self.held_until, partial(reply.on_tokens, tokens, True))
@@ -558,14 +570,16 @@ class SimulatedEnginePool:
             heapq.heapify(self._by_load)
 
     def interrupt(self) -> float:
-        """Pause all engines. Return the simulated time at which the last one is paused, in
-        seconds.
+        """Pause all engines. Return the simulated time, in seconds, at which the last one is
+        paused.
         """
         self._paused = True
         return max([self._clock.now, *(engine.interrupt() for engine in self.members if engine.up)])
 
     def resume(self, version: int) -> None:
-        """Continue to sample with `version`, also on failed engines that have restarted by now."""
+        """Continue to sample with version `version`. Failed engines that have restarted by now
+        join.
+        """
         self.version = version
         self._paused = False
         pace = self._overheads.pace(version).engine
@@ -582,7 +596,9 @@ class SimulatedEnginePool:
             self.sample(reply)
 
     def fail(self, random: np.random.Generator, per_hour: float) -> None:
-        """Schedule random failures: each engine fails `per_hour` times an hour on average."""
+        """Schedule failures at random times: each engine fails `per_hour` times an hour on
+        average.
+        """
 
         def schedule(engine: SimulatedEngine) -> None:
             delay = random.exponential(3600 / per_hour)

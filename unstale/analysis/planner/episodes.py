@@ -1,7 +1,8 @@
 """Simulated episodes. They take the place of `rollout.Rollout`, without a coroutine per episode.
 
-The training loop receives records of these episodes in which each piece (the tokens that one
-version sampled in a row) has a single token. The simulated numbers of tokens are stored here.
+The training loop gets records of these episodes. A record has pieces, one for each run of tokens
+that one version sampled. Each piece has a single token, and the simulated numbers of tokens are
+kept here.
 """
 
 import asyncio
@@ -63,7 +64,7 @@ class SimulatedEpisode:
         self.number = next(self.rollout.numbers)
         self.rollout.episodes[self.number] = self
         self.pieces: list[tuple[int, int]] = []
-        """For each run of tokens sampled with one version: the version, and the number of
+        """For each run of tokens that one version sampled: the version, and the number of
         tokens.
         """
         self.turn = 0
@@ -137,7 +138,7 @@ _ONE_TOKEN = (0,)
 
 
 class SimulatedRollout:
-    """Simulates the episodes of each group, and returns their records."""
+    """Simulates the episodes of each group, and returns records of them."""
 
     def __init__(  # noqa: PLR0913 - all of them are parts of a simulation
         self,
@@ -149,13 +150,11 @@ class SimulatedRollout:
         seed: int,
         overheads: Overheads = NO_OVERHEADS,
     ) -> None:
-        """Make the rollout. Of `overheads`, it uses the seconds of replies and turns, and
-        `processes`.
-        """
+        """Of `overheads`, only `reply_s`, `turn_s`, `run_turn_s` and `processes` are used."""
         self._overheads = overheads
         self._loops_free = [0.0] * (overheads.processes + 1)
-        """The simulated time at which the event loop of each rollout process is free again. The
-        last entry is that of the run's process.
+        """Simulated time at which the event loop of each rollout process is next free. The last
+        entry is for the run's main process.
         """
         self.clock = clock
         self.engines = engines
@@ -164,17 +163,17 @@ class SimulatedRollout:
         self.wait_times = Stopwatch()
         self.resources: AbstractAsyncContextManager[Any] = nullcontext()
         self.totals: dict[str, float] = defaultdict(float)
-        """Counts of episodes and seconds of activities, added up over all episodes."""
+        """Number of episodes and seconds of activities, by name, as sums over all episodes."""
         self.episodes: dict[int, SimulatedEpisode] = {}
-        """Episodes by number, until they are trained on or fail."""
+        """Number of an episode -> the episode, until it has been trained on or has failed."""
         self._pending = pending
         self._seed = seed
         self._samples: dict[int, Sampled] = {}
         self._random = np.random.default_rng([seed, 2])
         self._tool_s: list[float] = []
         self._group_tool_s: dict[int, NDArray[np.float64]] = {}
-        """For each group: the seconds of its tool calls, in order. Used if all episodes of a group
-        have the same.
+        """Number of a group -> seconds of its tool calls in order, if they are the same in all its
+        episodes.
         """
         shuffled = np.random.default_rng([seed, 3]).permutation(len(workload.recorded))
         self._order: list[int] = shuffled.tolist()
@@ -209,8 +208,8 @@ class SimulatedRollout:
     async def _stage(
         self, request: GroupRequest, size: int, random: np.random.Generator, *, begun: int
     ) -> list[Trajectory | Failure]:
-        """Run `size` episodes of a group at the same time. Return their results, the first to end
-        first.
+        """Run `size` episodes of a group at the same time. Return their results in the order of
+        their ends.
 
         `begun` is the number of episodes of the group that ran before.
         """
@@ -235,10 +234,11 @@ class SimulatedRollout:
         ]
 
     def _recorded_number(self, request: int, begun: int) -> int | None:
-        """Return the number of the recorded group that is used for request `request`.
+        """Return the number of the recorded group to use for the group request with number
+        `request`.
 
-        All recorded groups are used, in random order, before one is used again. The result is None,
-        for a random group, if none is recorded or if `begun` episodes of the request ran before.
+        Recorded groups are used in random order, each once before one is used again. The result is
+        None, so that a group is drawn at random, if none was recorded or if `begun` is not 0.
         """
         if begun or not self._order:
             return None
@@ -246,9 +246,9 @@ class SimulatedRollout:
         return turn * len(self._order) + self._order[index]
 
     def tool_s(self, group: int, begun: int, calls: int) -> float:
-        """Return the total seconds of `calls` tool calls, drawn at random.
+        """Return the seconds of `calls` successive tool calls of an episode, drawn at random.
 
-        The calls are made by an episode of group `group` that has made `begun` calls before.
+        The episode belongs to group `group`, and has made `begun` calls before.
         """
         if not calls:
             return 0.0
@@ -266,9 +266,11 @@ class SimulatedRollout:
         return total
 
     def receive(self, group: int, then: Callable[[], None]) -> None:
-        """Call `then` when an episode of a group has the reply that an engine now returns.
+        """Call `then` when an episode of group `group` has received a reply that its engine returns
+        now.
 
-        The event loops of its rollout process, and then of the run's, handle turns one by one.
+        The reply passes the event loop of its rollout process, and then that of the run's main
+        process. Each loop handles one turn at a time.
         """
         overheads, clock = self._overheads, self.clock
 
@@ -285,7 +287,9 @@ class SimulatedRollout:
             then()
 
     def _free_loop(self, number: int, seconds: float, begin: float) -> float:
-        """Occupy an event loop from `begin` on, or when it is free. Return when the work ends."""
+        """Occupy the event loop `number` for `seconds`, from `begin` on or when it is free. Return
+        the end.
+        """
         end = max(begin, self._loops_free[number]) + seconds if seconds else begin
         self._loops_free[number] = max(end, self._loops_free[number])
         return end

@@ -1,8 +1,8 @@
 """Least-squares fits of durations to the steps of a run, with confidence intervals.
 
-A fit predicts the duration of some work. The 95% confidence interval of this prediction shows if
-the steps determine it. The interval is that of ordinary least squares, without the condition that
-no coefficient is negative.
+A fit predicts the duration of some amount of work. The 95% confidence interval of the prediction
+shows whether the steps determine it. It is the interval of ordinary least squares, although
+coefficients are not allowed to be negative.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,9 +15,7 @@ from scipy.stats import t as student_t
 
 Values = NDArray[np.float64]
 _RANK = 1e-9
-"""Singular values of the matrix of scaled terms that are below this share of the largest count as
-0.
-"""
+"""Singular values of the scaled matrix of work count as 0 below this share of the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +25,23 @@ class Fit:
     """
 
     seconds: Mapping[str, float]
-    """The coefficients by name, in seconds per unit of work. None is negative."""
+    """Name of a term -> its coefficient, in seconds per unit of work, at least 0."""
     covariance: Values
-    """`[k, k]` covariance of the coefficients, without the condition on their sign. Very large
-    where the steps do not determine a coefficient.
+    """`[k, k]` covariance of the k coefficients, computed as if they could be negative. It is very
+    large where the steps do not determine a coefficient.
     """
     freedom: int
-    """Number of steps minus the number of coefficients."""
+    """Degrees of freedom: number of steps minus number of coefficients."""
 
     def predict(self, work: Mapping[str, float]) -> float:
-        """Return the seconds of some work. `work` has the amount of each term by name."""
+        """Return the seconds that `work` takes. `work` maps each term to its amount."""
         return sum(each * work[name] for name, each in self.seconds.items())
 
     def half_width(self, work: Mapping[str, float], given: Collection[str] = ()) -> float:
         """Return the half-width, in seconds, of the 95% confidence interval of `predict(work)`.
 
-        The coefficients of the terms in `given` count as known. Infinite if there are no more steps
-        than coefficients.
+        The coefficients of the terms in `given` count as known. The result is infinite if there are
+        no more steps than coefficients.
         """
         amounts = np.array([0.0 if name in given else work[name] for name in self.seconds])
         if not amounts.any():
@@ -55,12 +53,11 @@ class Fit:
 
 
 def fit(seconds: Sequence[float], work: Sequence[Mapping[str, float]]) -> Fit:
-    """Return the non-negative coefficients that fit `seconds` by least squares.
+    """Return the coefficients, none negative, that fit `seconds` by least squares.
 
-    `seconds` has the duration of each step, and `work` the amount of each term in it.
-
-    The coefficients are then scaled so that the predicted sum over all steps is the measured one.
-    Terms are scaled to norm 1 for the solver, because they differ by orders of magnitude.
+    `seconds` has the duration of each step. `work` has the amount of each term in that step, by
+    name. The coefficients are scaled, so that the durations predicted for all steps have the
+    measured sum.
 
     >>> fit([3.0, 5.0, 7.0], [{"batch": 1, "token": tokens} for tokens in (1, 2, 3)]).seconds
     {'batch': 1.0, 'token': 2.0}
@@ -91,5 +88,4 @@ def fit(seconds: Sequence[float], work: Sequence[Mapping[str, float]]) -> Fit:
 
 
 _UNKNOWN = 1e12
-"""Variance, in seconds squared, of a coefficient of a scaled term that the steps do not determine.
-"""
+"""Variance, in seconds squared, that stands for a coefficient that the steps do not determine."""

@@ -1,4 +1,4 @@
-"""Data sheets of accelerators, and the share of each figure that real programs reach."""
+"""Data sheets of accelerators, and the shares of their figures that real programs reach."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -11,7 +11,8 @@ _Reached = Annotated[float, Range(1e-6, 1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares(Section):
-    """The shares of a data sheet's figures that programs reach. The defaults are assumptions.
+    """The shares of a data sheet's figures that programs reach, and overheads. Defaults are
+    assumptions.
 
     >>> Shares.parse("matmul=0.5,step_s=0.002").step_s
     0.002
@@ -22,13 +23,15 @@ class Shares(Section):
     43% (arXiv 2407.21783, table 4).
     """
     decode: _Reached = 0.40
-    """Share of peak FLOP/s reached in decoding with large batches. Assumed to equal `matmul`."""
+    """Share of peak FLOP/s reached in decoding with large batches. Assumed equal to `matmul`."""
     bandwidth: _Reached = 0.70
-    """Share of the memory bandwidth reached in decoding and in other reads of weights. Assumed."""
+    """Share of the memory's bandwidth reached in decoding and other reads of weights. Assumed."""
     link: _Reached = 0.80
-    """Share of the bandwidth of every link that is reached. Assumed."""
+    """Share reached of the bandwidth of links between devices, to main memory and to other nodes.
+    Assumed.
+    """
     memory: _Reached = 0.90
-    """Share of the memory that may be used: vLLM's default `gpu_memory_utilization`."""
+    """Share of a device's memory that may be used: vLLM's default `gpu_memory_utilization`."""
     step_s: Annotated[float, Range(0, 1e3)] = 0.001
     """Overhead of a decoding step in seconds, for launches, sampling and scheduling. Assumed."""
     cores: Annotated[float, Range(1e-6, 1e3)] = 4
@@ -43,14 +46,16 @@ class Shares(Section):
 
     @classmethod
     def parse(cls, text: str) -> "Shares":
-        """Return the defaults, changed by the values in `name=value,...`."""
+        """Return the default shares, changed by the values in `text`, such as
+        `matmul=0.5,step_s=0.002`.
+        """
         words = filter(None, text.split(","))
         return replace(cls(), **parse_assignments("--shares", words, value_kinds(cls)))
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator, with the figures of its data sheet."""
+    """One accelerator or processor core, with the figures of its data sheet."""
 
     name: str
     flops: float
@@ -60,11 +65,11 @@ class Device:
     memory: float
     """Size of its memory in bytes."""
     link: float
-    """Bytes per second in one direction to the other devices of the same node."""
+    """Bytes per second in one direction between this device and the others of its node."""
     host_link: float
-    """Bytes per second in one direction to main memory."""
+    """Bytes per second in one direction between this device and main memory."""
     network: float
-    """Bytes per second in one direction from a device to other nodes."""
+    """Bytes per second in one direction between this device and other nodes."""
     node: int = 8
     """Number of devices in a node."""
 

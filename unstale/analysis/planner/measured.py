@@ -33,7 +33,7 @@ from unstale.trainer.threads import trainer_threads
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """The arguments of `simulate`, which simulates a run."""
+    """The arguments of `planner.simulate.simulate`, which simulates a run."""
 
     workload: Workload
     fleet: Fleet
@@ -57,9 +57,7 @@ class SimulationSetup:
 
 @dataclass(frozen=True, slots=True)
 class FittedCosts:
-    """Least-squares fits of the engines' and the trainer's times to the recorded steps of some
-    runs.
-    """
+    """Durations of engines and trainer, fitted to the recorded steps of one or more runs."""
 
     engine: Fit
     train: Fit
@@ -83,17 +81,16 @@ class FittedCosts:
 
 
 _CHANGES = frozenset({"tasks", "count", "turns", "groups"})
-"""Values of `Entry.changes`, which names what a technique changes. A technique with one of these
-also changes how long a run takes.
-"""
+"""Values of `Entry.changes` (what a technique changes) that also change how long a run takes."""
 
 
 def setup_of(run: RecordedRun, fitted: FittedCosts) -> SimulationSetup:
-    """Return the arguments to simulate a recorded run: its episodes, and fitted durations.
+    """Return the arguments to simulate a recorded run, with its episodes and the durations
+    `fitted`.
 
-    The seconds of tool calls are drawn, and the standard deviation of their logarithm is
-    `task.latency_sigma`. Raises `ConfigError` for techniques that cannot be simulated. The limits
-    of `limits` are no such technique: they have cut off the recorded episodes already.
+    The seconds of tool calls are drawn; the standard deviation of their logarithm is
+    `task.latency_sigma`. Raises `ConfigError` if the run has techniques that cannot be simulated.
+    The technique `limits` can be, because the recorded episodes are already cut off by it.
     """
     config = run.config
     other = [
@@ -119,7 +116,10 @@ def setup_of(run: RecordedRun, fitted: FittedCosts) -> SimulationSetup:
 def recorded_workload(
     config: RunConfig, groups: Sequence[Sequence[EpisodeShape]], call_s: float
 ) -> Workload:
-    """Return the episodes of a run, with `call_s` as the mean seconds of a tool call."""
+    """Return the recorded episodes `groups` as a workload.
+
+    `call_s` is the mean seconds of a tool call.
+    """
     task: Any = config.task
     delays = getattr(task, "latency_s", 0.0) > 0
     return Workload(
@@ -132,9 +132,9 @@ def recorded_workload(
 
 
 def recorded_overheads(run: RecordedRun, fitted: FittedCosts) -> Overheads:
-    """Return the seconds of a run's smaller parts, and the paces of its steps.
+    """Return the seconds of a run's smaller parts, and the pace of each of its steps.
 
-    A pace is a measured duration, divided by the fitted one.
+    A pace has measured durations divided by the fitted ones.
     """
     between = [each.between for each in run.steps if each.between is not None]
     written = [each.checkpoint for each in run.steps if each.checkpoint]
@@ -148,9 +148,9 @@ def recorded_overheads(run: RecordedRun, fitted: FittedCosts) -> Overheads:
 
 
 def recorded_fleet(config: RunConfig) -> Fleet:
-    """Return the engines of a run, on all its hosts.
+    """Return the engines of a run on all its hosts.
 
-    With `cluster.engine_hosts`, prefill and decode groups have whole hosts, so
+    With `cluster.engine_hosts`, prefill and decode groups consist of whole hosts, so
     `engine.prefill_engines` counts hosts.
     """
     engine = config.engine
@@ -166,7 +166,7 @@ def recorded_fleet(config: RunConfig) -> Fleet:
 
 
 def pace(step: RecordedStep, run: RecordedRun, fitted: FittedCosts) -> Pace:
-    """Return the measured durations of a step, divided by those that the fits predict for it."""
+    """Return the measured durations of a step, each divided by the one that `fitted` predicts."""
 
     def ratio(seconds: float, predicted: float) -> float:
         return seconds / predicted if predicted > 0 else 1.0
@@ -180,8 +180,8 @@ def pace(step: RecordedStep, run: RecordedRun, fitted: FittedCosts) -> Pace:
 
 
 def engine_work(step: RecordedStep) -> dict[str, float]:
-    """Return the amounts of the engines' work in a step, such as decoding steps, by the name of the
-    coefficient of `LinearCosts` that they are multiplied by.
+    """Return coefficient of `LinearCosts` -> amount of the engines' work in a step, such as
+    decoding steps, that it multiplies.
     """
     decoding = step["engine/steps"]
     return {
@@ -205,10 +205,10 @@ def scoring_work(step: RecordedStep) -> dict[str, float]:
 
 
 def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
-    """Return the costs that fit the durations of all recorded steps best.
+    """Return the costs that fit the recorded steps of all `runs` best.
 
-    The engines' busy time is fitted to decoding steps, replies in these steps and computed context
-    tokens. Training and scoring are fitted to the tokens of a batch.
+    The engines' busy time is fitted to numbers of decoding steps, of replies in these steps and of
+    computed context tokens. Training and scoring are fitted to the tokens of a batch.
     """
     steps = [each for run in runs for each in run.steps]
     busy_s = [
@@ -234,9 +234,9 @@ def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
 def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
     """Return a processor core of this machine as a device, with the speed that it reached in a run.
 
-    The bandwidth of main memory, through which processes exchange data, is measured now. Raises
-    `ConfigError` for a run that `RecordedRun.read` refuses, whose batches have too similar sizes,
-    or that recorded no number of cores.
+    The speed is right only if the run trained `model`. The bandwidth of main memory, through which
+    processes exchange data, is measured now. Raises `ConfigError` if `RecordedRun.read` refuses the
+    run, if its batches have too similar sizes, or if its number of cores was not recorded.
     """
     recorded = RecordedRun.read(run)
     setup = setup_of(recorded, fit_costs([recorded]))
@@ -253,9 +253,10 @@ def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
 
 
 def training_threads(config: RunConfig, num_cores: int) -> int:
-    """Return the threads of all trainer ranks of a run together, on a machine with `num_cores`.
+    """Return the number of threads of all trainer ranks of a run together.
 
-    A trainer may use more threads while no episode runs. They count only for synchronous runs.
+    The machine has `num_cores` cores. Threads that a trainer uses only while no episode runs count
+    for synchronous runs, and not for others.
     """
     ranks = config.cluster.trainers
     alone = config.schedule.max_staleness == 0 and not (ranks or config.trainer.compile)
@@ -268,7 +269,7 @@ def core_of(
 ) -> tuple[Device, Shares]:
     """Return a processor core as a device, with the speed that the costs of `setup` imply.
 
-    `training` is the number of threads of the trainer, `sampling` that of each engine.
+    `training` is the number of threads of the trainer, and `sampling` that of each engine.
     """
     costs = setup.costs
     tokens = [shape.tokens for group in setup.workload.recorded for shape in group]
@@ -302,7 +303,9 @@ def core_of(
 
 
 def _copy_rate() -> float:
-    """Return the bytes per second that a copy reads and writes, the best of three measurements."""
+    """Return the bytes per second that a copy in main memory reads and writes: the best of
+    three.
+    """
     source = torch.zeros(1 << 27, dtype=torch.uint8)
     target = torch.empty_like(source)
     seconds = []

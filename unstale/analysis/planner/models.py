@@ -1,4 +1,4 @@
-"""Parameters, memory and operations per token of a model, computed from its sizes."""
+"""Parameters, bytes and operations per token of a model, computed from its sizes."""
 
 import math
 from collections.abc import Mapping
@@ -51,14 +51,14 @@ class Model:
     """True if the output head shares the weights of the embedding."""
     experts: int = 0
     active: int = 0
-    """Number of experts that process each token."""
+    """Number of experts that process a token."""
     expert_ffn: int = 0
     dense: int = 0
-    """Number of layers without experts, in a model with experts."""
+    """Number of layers without experts in a model with experts."""
     qk_norm: bool = True
     qkv_bias: bool = False
     apart: bool = False
-    """True if sequences cannot be packed, so that each has a forward pass of its own."""
+    """True if sequences cannot be packed, so that each needs a forward pass of its own."""
 
     def __post_init__(self) -> None:
         for name in (*_REQUIRED, "head_dim", "vocab"):
@@ -74,8 +74,8 @@ class Model:
 
     @cached_property
     def matrices(self) -> Mapping[str, int]:
-        """The number of parameters by kind of matrix. A head that shares the embedding's weights
-        has 0.
+        """Kind of matrix -> number of parameters. That of a head that shares the embedding's
+        weights is 0.
         """
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
@@ -98,8 +98,8 @@ class Model:
 
     @cached_property
     def active_parameters(self) -> int:
-        """The number of parameters that process a token, without embedding lookup and unused
-        experts.
+        """Number of parameters that process a token. Embedding lookup and unused experts do not
+        count.
         """
         idle = 0
         if self.experts:
@@ -108,13 +108,14 @@ class Model:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the weights in bfloat16."""
+        """Bytes of all weights in bfloat16."""
         return WORD * self.parameters
 
     def padding(self, devices: int) -> float:
-        """Return the factor by which weights grow when `devices` devices divide the experts.
+        """Return the factor by which the weights grow when `devices` devices divide the experts.
 
-        Each device gets the same number of experts, so some of these are padding.
+        Each device gets the same number of experts, so some are padding. The result is 1 without
+        experts.
 
         >>> [round(PRESETS["30B-A3B"].padding(devices), 2) for devices in (32, 36, 256)]
         [1.0, 1.12, 1.95]
@@ -125,9 +126,10 @@ class Model:
         return 1 + (padded - 1) * self.matrices["experts"] / self.parameters
 
     def lora_parameters(self, rank: int) -> int:
-        """Return the number of parameters of LoRA adapters of rank `rank` on all linear layers.
+        """Return the number of parameters of LoRA adapters of rank `rank`, with which the model is
+        trained.
 
-        The head and experts have none.
+        All linear layers have adapters, except the head and experts.
 
         >>> PRESETS["4B"].lora_parameters(16)
         33030144
@@ -141,7 +143,7 @@ class Model:
     def gathered_bytes(self, layers: int, *, experts: bool = True) -> int:
         """Return the bytes in bfloat16 of the embedding, the head and the `layers` largest layers.
 
-        Without `experts`, those of the layers do not count.
+        With `experts` False, the experts of these layers do not count.
 
         >>> round(PRESETS["30B-A3B"].gathered_bytes(2) / 1e9, 1)
         3.7
@@ -161,8 +163,8 @@ class Model:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of activations that a layer keeps for each token until its backward pass, in
-        bfloat16.
+        """Bytes of bfloat16 activations that one layer keeps for a token until its backward
+        pass.
         """
         return pass_size.layer_bytes(self)
 
@@ -178,8 +180,8 @@ class Model:
     def read_bytes(self, tokens: float) -> float:
         """Return the expected bytes of weights that a forward pass over `tokens` tokens reads.
 
-        Experts that no token uses are not read. The experts of each token are assumed to be drawn
-        uniformly and independently.
+        Experts that no token uses are not read. Each token's experts are assumed to be drawn at
+        random, uniformly and independently.
         """
         unread = 0.0
         if self.experts:
@@ -188,12 +190,12 @@ class Model:
 
     @cached_property
     def _lookup_parameters(self) -> int:
-        """Number of parameters of an embedding that is not also the head. 0 if it is."""
+        """Number of parameters of the embedding. 0 if the head shares them."""
         return 0 if self.tied else self.matrices["embedding"]
 
     @classmethod
     def parse(cls, text: str) -> "Model":
-        """Return the model that the command-line value of `--model` names.
+        """Return the model that `text`, the value of `--model` on the command line, names.
 
         It is a preset, a model folder, a GGUF file, the hub name of a model in the local cache,
         sizes (`layers=36,hidden=2560,...`), or the name of a small model of this package, such as
@@ -222,7 +224,7 @@ class Model:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Model":
-        """Return the model that a folder's config.json describes.
+        """Return the model that the file config.json in `folder` describes.
 
         Raises `ConfigError` for an architecture whose parameters cannot be counted.
         """

@@ -1,8 +1,8 @@
-"""Compare the simulation of a recorded run with the run itself, to check if it can be trusted.
+"""Compare a recorded run with a simulation of it, to decide if simulations can be trusted.
 
-A simulation of other settings is refused if that of the run's own settings deviates from the run by
-more than `LIMIT`, gets a part of the step wrong, or names another bottleneck. It is also refused if
-the recorded steps determine the duration of the simulated work only within more than `OPEN`.
+Simulations of other settings are refused if that of the run's own settings deviates by more than
+`LIMIT`, gets a part of the step wrong, or names another bottleneck. They are also refused if the
+recorded steps determine the duration of the simulated work only within more than `OPEN`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,26 +18,25 @@ from unstale.observe.words import Waiting, waiting
 from unstale.trainer.threads import trainer_threads
 
 LIMIT = 0.1
-"""Largest allowed deviation of the simulated seconds per step from the measured ones, as a share,
-when a run is simulated with its own settings.
+"""Largest allowed relative deviation of the simulated seconds per step from the measured ones. The
+simulation has the run's own settings.
 """
 SHARE_LIMIT = 0.1
-"""Largest allowed deviation of the share of a step's time that a part of the step, such as
-training, takes. Errors of several parts can cancel in the seconds per step, but need not cancel
-with other settings.
+"""Largest allowed deviation of the simulated share of a step's time that a part, such as training,
+takes. Errors of several parts may cancel in the seconds per step, but not with other settings.
 """
 DECODING_LIMIT = 0.25
-"""Largest allowed deviation of the simulated number of decoding steps, as a share of the run's
-number.
+"""Largest allowed relative deviation of the simulated number of decoding steps from the measured
+one.
 """
 DECODING = "decoding steps a step"
 OPEN = 0.15
-"""Largest allowed half-width of the 95% confidence interval of the seconds of a part, as a share of
-the step.
+"""Largest allowed half-width of the 95% confidence interval of the seconds that a part of a step
+takes, as a share of the step.
 """
 MAX_STEPS = 200
-"""Largest number of optimizer steps in the simulation of a recorded run with its settings. Steps at
-the start, in which the queue of finished groups fills, are not counted.
+"""Largest number of steps in the simulation of a recorded run with its own settings. Steps at the
+start, in which the queue of finished groups fills, are not counted.
 """
 
 
@@ -54,30 +53,28 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class OwnRun:
-    """Figures of a run, compared with those of a simulation of its own settings."""
+    """A recorded run compared with a simulation of its own settings."""
 
     name: str
     figures: tuple[Compared, ...]
-    """The compared figures. The first is the seconds per step."""
+    """The compared figures. The first is the number of seconds per step."""
     steps: int
     """Number of steps that are compared."""
     left_out: int
-    """Number of steps that are not compared, because an evaluation delayed them."""
+    """Number of steps that are left out, because an evaluation delayed them."""
     run: Waiting
     simulated: Waiting
 
     @property
     def error(self) -> float:
-        """Relative deviation of the predicted seconds per step from the measured ones. 0.1 is 10%
-        more.
+        """Relative deviation of the predicted seconds per step from the measured ones: 0.1 is 10%
+        too many.
         """
         return self.figures[0].predicted / self.figures[0].measured - 1
 
     @property
     def problems(self) -> list[str]:
-        """Sentences that say why simulations of other settings would be wrong. Empty if they can be
-        trusted.
-        """
+        """Reasons why simulations of other settings cannot be trusted. Empty if they can."""
         found = []
         if abs(self.error) > LIMIT:
             found.append(
@@ -98,7 +95,7 @@ class OwnRun:
         return found
 
     def _wrong_parts(self) -> list[str]:
-        """Describe the parts of a step that deviate by more than the limits."""
+        """Return sentences on the parts of a step that deviate by more than the limits."""
         wrong = []
         for each in self.figures:
             off = each.predicted - each.measured
@@ -115,7 +112,7 @@ class OwnRun:
         return wrong
 
     def _furthest(self) -> str:
-        """Describe the share of a step that deviates most."""
+        """Return sentences on the part of a step whose share of the time deviates most."""
         shares = [each for each in self.figures[1:] if each.unit == "share"]
         worst = max(shares, key=lambda each: abs(each.predicted - each.measured))
         return (
@@ -133,9 +130,9 @@ def simulate_own(
 ) -> tuple[SimulationSetup, SimulationResult, OwnRun]:
     """Simulate a run with its own settings. Return the setup, the result and the comparison.
 
-    If a first simulation has shorter waits for replies than the run, the returned setup has the
-    difference as `overheads.reply_s`, and the result is that of a second simulation. Raises
-    `ConfigError` if the run has too few steps after the queue was full.
+    If replies are faster in this simulation than in the run, the difference is added to the setup
+    as `overheads.reply_s`, and the run is simulated again. Raises `ConfigError` if the run has too
+    few steps with a full queue.
     """
     steady = run.steady
     if len(steady) < MIN_STEPS:
@@ -155,13 +152,13 @@ def simulate_own(
 
 
 def _generation_s(run: RecordedRun) -> float:
-    """Return the mean seconds that an episode of the run waited for replies."""
+    """Return the mean seconds for which an episode of the run waited for replies."""
     waited = sum(each["rollout/generation_wait_s"] for each in run.steady)
     return waited / sum(each["rollout/episodes"] for each in run.steady)
 
 
 def compare(run: RecordedRun, result: SimulationResult) -> OwnRun:
-    """Return the measured figures of a run with the predicted ones of its simulation."""
+    """Return the figures of a run beside those that `result`, its simulation, predicts."""
     steady = run.steady
     step_s = fmean(each.seconds for each in steady)
     engines = recorded_fleet(run.config).engines
@@ -217,7 +214,7 @@ def compare(run: RecordedRun, result: SimulationResult) -> OwnRun:
 
 
 def _rows(run: RecordedRun, engines: int) -> list[Mapping[str, float]]:
-    """Return the metrics of the compared steps. `time_s` leaves out the time of other steps."""
+    """Return the metrics of the compared steps. Their `time_s` does not include other steps."""
     time = 0.0
     rows: list[Mapping[str, float]] = [{"time_s": time}]
     for each in run.steady:
@@ -241,8 +238,7 @@ class _Part:
     title: str
     fit: Fit
     work: Mapping[str, float]
-    """The amounts of the part's work in a simulated step, by the names of the fit's coefficients.
-    """
+    """Name of a coefficient of `fit` -> the amount of its work in a simulated step."""
     servers: int
     """Number of engines that divide the work. 1 for the trainer."""
     remedy: str
@@ -255,10 +251,10 @@ def open_questions(
     result: SimulationResult,
     given: Collection[str],
 ) -> list[str]:
-    """Return sentences on what the recorded steps do not determine about other settings.
+    """Return reasons why the recorded steps do not suffice to predict other settings.
 
-    `given` are the names of the costs that the user has set. Empty if the simulation can be
-    trusted.
+    `result` is the simulation of these settings, described by `setup`. `given` are the names of the
+    costs that the user has set. The list is empty if the simulation can be trusted.
     """
     found = []
     for part in _parts(fitted, setup, result):
@@ -324,7 +320,7 @@ def _parts(
 
 
 def _spread(part: _Part, runs: Sequence[RecordedRun]) -> str:
-    """Describe how much the amount of a part's work differs between the recorded steps."""
+    """Return sentences on how far a part's amount of work differs between the recorded steps."""
     steps = [each for run in runs for each in run.steps]
     if "decode" in part.work:
         replies = [each["engine/batch_size_mean"] for each in steps]
@@ -345,9 +341,10 @@ def _spread(part: _Part, runs: Sequence[RecordedRun]) -> str:
 
 
 def _shared_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[str]) -> list[str]:
-    """Return an objection to more engine processes than the recorded machine has cores for.
+    """Return the objection that the simulated engines need more cores than the recorded machine
+    has.
 
-    The list is empty if there is none.
+    The list is empty if they do not.
     """
     engine = run.config.engine
     before = recorded_fleet(run.config).engines
@@ -367,9 +364,9 @@ def _shared_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[st
 
 
 def _trainer_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[str]) -> list[str]:
-    """Return an objection to another `max_staleness` if the trainer's core count depends on it.
+    """Return the objection that another `max_staleness` changes the number of cores of the trainer.
 
-    The list is empty if there is none.
+    The list is empty if it does not.
     """
     wanted = setup.schedule.max_staleness
     names = ("train", "train_token")
@@ -393,7 +390,7 @@ def _trainer_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[s
 def require_alike(runs: Sequence[RecordedRun]) -> None:
     """Raise `ConfigError` if the durations of these runs cannot be fitted together.
 
-    They must have the same values of the options in `_SAME`, and the same number of cores.
+    The runs must have the same number of cores, and equal values of the options in `_SAME`.
     """
     first = runs[0]
     for other in runs[1:]:
@@ -427,6 +424,4 @@ _SAME = (
     "trainer.lora_rank",
     "old_logps.route",
 )
-"""Options that change durations. They must be the same in all runs that `unstale simulate --like`
-names.
-"""
+"""Options that change durations, which must be equal in all runs of `unstale simulate --like`."""

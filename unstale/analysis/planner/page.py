@@ -26,8 +26,8 @@ from unstale.config.routes import routes
 
 _GB = 1e9
 _LONG = 32_768
-"""Tokens of a pass above which prompts should not be shared on GPUs. The attention mask of a shared
-prompt takes the square of this number of bytes.
+"""Number of tokens in a pass above which prompts should not be shared on GPUs. The attention mask
+for shared prompts takes about as many bytes as the square of this number.
 """
 _EXACT = "exact: the route gives each token its log-probability under the version that sampled it. "
 _MEMORY = {
@@ -48,15 +48,15 @@ _ON_CORES = {
     "sample GPUs": "sample cores",
     "score GPUs": "score cores",
 }
-"""Headings of the table of routes in a plan for processor cores. The key is the heading in a plan
-for GPUs. The memory of cores is main memory.
+"""Heading of the table of routes in a plan for GPUs -> heading in a plan for processor cores, whose
+memory is main memory.
 """
 Row = dict[str, float | int | str]
 
 
 def page(suggestion: Suggestion) -> Group:
-    """Return the suggestion, its reasons and its command, and a table of the ways to get
-    `old_logp`.
+    """Return the suggestion for a terminal: its reasons, its command, and a table of the ways to
+    get `old_logp`.
     """
     best = suggestion.best.candidate
     setup = best.request.setup
@@ -103,7 +103,7 @@ def describe(rated: SimulatedCandidate) -> str:
 
 
 def reasons(suggestion: Suggestion) -> Iterator[str]:
-    """Yield sentences with the reasons for the suggestion, and the numbers behind them."""
+    """Yield sentences on why the configuration is suggested, with the figures behind them."""
     best = suggestion.best
     result = best.result
     costs = best.candidate.costs
@@ -138,7 +138,7 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
 
 
 def _publication(costs: AnalyticCosts, step_s: float) -> str:
-    """Return a sentence on the seconds that a new version costs the trainer and the engines."""
+    """Return a sentence on how many seconds a new version takes of the trainer and the engines."""
     load_s = costs.load_s()
     share = f"({load_s / step_s:.0%} of a step)"
     stands = f"Engines stand still {load_s:.2g} s {share} to load a version"
@@ -152,7 +152,9 @@ def _publication(costs: AnalyticCosts, step_s: float) -> str:
 
 
 def _synchronous(suggestion: Suggestion) -> str:
-    """Return words on the throughput of synchronous training, or on why it does not fit."""
+    """Return words on the throughput of synchronous training, or on why it does not fit the
+    devices.
+    """
     best, synchronous = suggestion.best, suggestion.synchronous
     if synchronous is None:
         return f"is not possible: {why_not_synchronous(best.candidate.request)}"
@@ -232,8 +234,10 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
 
 
 def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
-    """Yield sentences that compare memory and time of the suggested exact route (way to get
-    `old_logp`) with those of the route `AVERAGE`.
+    """Yield a sentence that compares the suggested exact `old_logp` with the approximation
+    `AVERAGE`.
+
+    It compares memory, time and throughput. Nothing is yielded if the suggestion is not exact.
     """
     best = suggestion.best.candidate
     average = suggestion.simulated.get(AVERAGE)
@@ -259,9 +263,7 @@ def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
 
 
 def command(candidate: Candidate) -> str:
-    """Return the command line that trains the user's model with the suggestion and the recipe
-    `llm`.
-    """
+    """Return the command line that trains with the suggestion and the recipe `llm`."""
     schedule = candidate.schedule
     setup = candidate.costs.setup
     options: Row = {
@@ -314,11 +316,11 @@ def command(candidate: Candidate) -> str:
 
 
 _SHIPPED = {folder.name: name for name, folder in SHIPPED_POLICIES.items()}
-"""Names of the small models of the package, by the names of their folders."""
+"""Name of a small model's folder in the package -> name of the model for `--model`."""
 
 
 def missing(candidate: Candidate) -> Iterator[str]:
-    """Yield sentences on what the user must add to the suggested command before running it."""
+    """Yield what the user must do or fill in before running the suggested command."""
     placement = candidate.placement
     setup = candidate.costs.setup
     if setup.model.name not in _SHIPPED:

@@ -1,4 +1,4 @@
-"""The seconds to publish a new version of the weights to servers.
+"""Compute the seconds to publish a new version of the weights to inference servers.
 
 A version is staged while engines still sample: each host decodes and checks it, or writes it whole.
 Then engines stop sampling only while they load it. Afterwards replies are held back until a probe
@@ -15,34 +15,31 @@ if TYPE_CHECKING:
     from unstale.analysis.planner.models import Model
 
 CHECK_S = 0.045e-9
-"""Seconds per byte of weights to compute their checksum, on one core."""
+"""Seconds per byte of weights to compute a checksum on one core."""
 WRITE_S = 0.49e-9
-"""Seconds per byte in which one core writes whole weights to /dev/shm. The time to merge LoRA
-adapters into them is included.
-"""
+"""Seconds per byte to write whole weights to /dev/shm on one core, after merging LoRA adapters."""
 PROBE_PROMPT, PROBE_REPLY = 32, 32
-"""Numbers of tokens of a probe, with which a server's new weights are tested after a publication.
-The prompt is random, and the server samples the reply.
+"""Numbers of tokens of a probe, which tests a server's new weights: a random prompt, and the reply
+that the server samples.
 """
 _REFERENCE_FLOPS = 200e9
-"""Operations per second of the processor core that computes a probe's log-probabilities. Assumed.
-"""
+"""Operations per second of the core that computes the log-probabilities of a probe. Assumed."""
 _REFERENCE_BANDWIDTH = 11e9
-"""Bytes of weights per second that the core of `_REFERENCE_FLOPS` reads. Assumed."""
+"""Bytes of weights per second that the core which checks a probe reads. Assumed."""
 
 
 def decode_s(words: float, rate: float, *, cores: float) -> float:
-    """Return the seconds in which a host applies a delta to its `words` weights, and checks them.
+    """Return the seconds in which a host applies a delta to `words` weights, and checks the result.
 
-    `rate` is the learning rate, on which the size of the delta depends.
+    A delta is the difference between two versions. Its size depends on the learning rate `rate`.
     """
     return (delta_sizes.apply_s(words, rate) + CHECK_S * WORD * words) / cores
 
 
 def reference_s(model: "Model") -> float:
-    """Return the seconds in which a core computes the log-probabilities of a probe's tokens.
+    """Return the seconds in which a core computes the log-probabilities of a probe.
 
-    The probe is a short reply that tests new weights. Each expert that its tokens use is read once.
+    A probe is a short reply that tests new weights. Each expert that its tokens use is read once.
     """
     tokens = PROBE_PROMPT + PROBE_REPLY
     computed = tokens * model.forward_flops(tokens / 2)

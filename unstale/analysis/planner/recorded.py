@@ -1,4 +1,4 @@
-"""The records of a run that `unstale simulate --like` needs: its steps and its episodes."""
+"""Read from a run folder the steps and episodes that `unstale simulate --like` needs."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +17,13 @@ from unstale.durability.run_folder import RunFolder
 from unstale.records import Sampled, Trajectory, is_reply
 
 MIN_STEPS = 4
-"""Smallest number of steps that a fit of durations needs."""
+"""Smallest number of steps to which durations are fitted."""
 _CONTEXT_PIECES = (
     "SELECT count(t.episode), count(*) FROM pieces p LEFT JOIN trajectories t USING (episode)"
 )
 RESULTS = f"{_CONTEXT_PIECES} WHERE p.version IS NULL AND p.position > 0"
-"""SQL query for two numbers: how many answers of tools and users the finished episodes have, and
-how many all episodes have.
+"""SQL query for two numbers of answers by tools or users: in finished episodes, and in all
+episodes.
 """
 _METRICS = (
     "audit/duration_s",
@@ -44,49 +44,47 @@ _METRICS = (
     "schedule/wait_for_batch_s",
     "trainer/update_s",
 )
-"""Names of the metrics that are read from a run."""
+"""Names of the metrics that are read."""
 _RESTARTS = ("resumed", "trainer_died")
 """Kinds of events after which a run continues from a checkpoint in new processes."""
 Row = Mapping[str, Any]
 Spans = Mapping[tuple[str, int], Sequence[tuple[float, float]]]
-"""Start and end times of a run's activities, in seconds. The key is the lane (such as `trainer`)
-and the step or version in the label.
+"""(lane, number) -> start and end times, in seconds, of a run's activities. The lane is a row of
+the timeline, such as `trainer`, and the number is the step or version in the activity's label.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """One step of a run. Times are in seconds."""
+    """The durations of one step of a run, in seconds, and its metrics."""
 
     step: int
     loaded: float
-    """Time of the run, in seconds, at which the engines had loaded the version of the previous
-    step.
-    """
+    """Seconds from the start of the run until engines had loaded the version before this step's."""
     seconds: float
-    """Seconds from `loaded` until the engines had loaded the version of this step."""
+    """Seconds from `loaded` until engines had loaded the version that this step published."""
     publish: float
     """Seconds in which the trainer prepared the new version, while engines sampled."""
     stage: float
-    """Seconds from the end of `publish` to the engines' pause, in which hosts decoded the
+    """Seconds from the end of `publish` until engines paused. In this time hosts decoded the
     version.
     """
     load: float
-    """Seconds for which the engines paused to load the version."""
+    """Seconds for which engines paused to load the version."""
     optimizer: float
     """Seconds of the optimizer step."""
     checkpoint: float
     """Seconds of writing a checkpoint. 0 if none was written."""
     between: float | None
-    """Seconds in which the event loop built and recorded the batch while the trainer waited.
+    """Seconds in which the event loop built and recorded the batch, while the trainer waited.
 
-    None if these seconds cannot be separated from other waits. They include the pass in which a
-    technique reads hidden states before advantages are computed.
+    They include the pass in which a technique reads hidden states before advantages are computed.
+    None if they cannot be separated from other waits.
     """
     versions: float
-    """Mean number of versions that sampled a trajectory."""
+    """Mean number of versions of the weights that sampled an episode of the batch."""
     evaluation: bool
-    """True if an evaluation delayed this step, or the queue was fuller because of one."""
+    """True if an evaluation delayed this step, or made the queue fuller than usual."""
     metrics: Mapping[str, float]
 
     def __getitem__(self, name: str) -> float:
@@ -100,26 +98,26 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """The configuration, the steps and the episodes of a run."""
+    """A run that has been read from its folder: configuration, steps and episodes."""
 
     name: str
     config: RunConfig
     steps: tuple[RecordedStep, ...]
-    """The steps after the first, which warms up the processes. If the run was resumed, only steps
-    after the last resume.
+    """The steps after the last resume, if there was one, except the first, which warms up the
+    processes.
     """
     groups: tuple[tuple[EpisodeShape, ...], ...]
-    """The finished groups, in the order in which they began."""
+    """The groups of finished episodes, in the order in which they began."""
     call_s: float
     """Mean seconds of a tool call."""
     cores: int
     """Number of processor cores of the machine. 0 if it is not recorded."""
     resumed: int = 0
-    """The step from which the run was resumed last. 0 if it never was."""
+    """The step after which the run was resumed last. 0 if it never was."""
 
     @property
     def steady(self) -> tuple[RecordedStep, ...]:
-        """The steps after the queue was full, without those that an evaluation delayed.
+        """The steps with a full queue, without those that an evaluation delayed.
 
         The queue is assumed to fill up again after a resume.
         """
@@ -128,11 +126,11 @@ class RecordedRun:
 
     @classmethod
     def read(cls, run: Path) -> Self:
-        """Return the records of the run in a folder, since its last resume.
+        """Read the run in folder `run`. If it was resumed, only steps after the last resume are
+        read.
 
-        Steps before the resume ran in other processes, and some of them twice. Raises `ConfigError`
-        if the run has renamed options or is too short, if its times cannot be separated, or if
-        times or episodes are missing.
+        Raises `ConfigError` if options have been renamed since, if the run is too short, if times
+        of different work are mixed, or if times or episodes are missing.
         """
         folder = RunFolder(run)
         config = stored_config(folder.config(), f"{run}/config.json")
@@ -184,7 +182,10 @@ def _open_journal(run: Path) -> Iterator[JournalReader]:
 
 
 def require_separate_times(name: str, config: RunConfig) -> None:
-    """Raise `ConfigError` for a run in which times of different work cannot be told apart."""
+    """Raise `ConfigError` if the configuration mixes the times of different work.
+
+    `name` is the run's name for the message.
+    """
     if config.old_logps.needs.closing:
         raise ConfigError(
             f"{name} pauses generation to score, for a time that is not recorded; "
@@ -202,7 +203,7 @@ def since_restart(
 ) -> tuple[Sequence[Row], Sequence[Row]]:
     """Return the metrics and events of a run since its last resume. Without a resume, return all.
 
-    Earlier events include those of steps that were lost and repeated, with the same numbers.
+    Earlier events may be of steps that were lost and repeated with the same numbers.
     """
     restarts = [i for i, event in enumerate(events) if event.get("kind") in _RESTARTS]
     if not restarts:
@@ -226,10 +227,10 @@ def _spans(events: Sequence[Row]) -> Spans:
 def recorded_steps(
     rows: Sequence[Row], events: Sequence[Row], versions: Mapping[int, float]
 ) -> list[RecordedStep]:
-    """Return the steps after the first whose times are complete.
+    """Return the steps whose times are complete, without the first.
 
     `rows` are the metrics, and `events` the lines of `events.jsonl`, both as `since_restart`
-    returns them. `versions` has, by step, the mean number of versions that sampled a trajectory. A
+    returns them. `versions` maps a step to the mean number of versions that sampled an episode. A
     resume may skip version numbers, so the version of a step is read from its metrics.
     """
     spans = _spans(events)
@@ -272,9 +273,9 @@ def _seconds(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _training(spans: Spans, step: int) -> list[tuple[float, float]]:
-    """Return the times of a step's backward passes and optimizer steps, alternating.
+    """Return the start and end times of a step's backward passes and optimizer steps, in turn.
 
-    Spans of the trainer before the batch was scored are left out: in them a technique reads hidden
+    Activities of the trainer before the batch was scored are left out: a technique reads hidden
     states.
     """
     scored = spans.get(("old_logps", step), ())
@@ -283,11 +284,12 @@ def _training(spans: Spans, step: int) -> list[tuple[float, float]]:
 
 
 def _between(spans: Spans, step: int, version: int) -> float | None:
-    """Return the seconds in which the event loop built a batch and recorded its groups.
+    """Return the seconds in which the event loop built a batch and recorded it, and the trainer
+    waited.
 
-    The trainer waits in this time. `version` is the one that the step publishes. In synchronous
-    training the loop also starts the next episodes. None if the loop waited for the publication of
-    the previous version in this time.
+    `version` is the version that the step publishes. In synchronous training the loop also starts
+    the next episodes in this time. None if the loop waited for the publication of the previous
+    version.
     """
     lanes = ("wait", "old_logps", "trainer")
     if not all(spans.get((lane, step)) for lane in lanes):
@@ -303,7 +305,7 @@ def _between(spans: Spans, step: int, version: int) -> float | None:
 
 
 def delayed(steps: Sequence[RecordedStep], max_staleness: int) -> list[RecordedStep]:
-    """Return the steps, with `evaluation` also set for steps soon after an evaluation.
+    """Return the steps, with `evaluation` set also for those soon after an evaluation.
 
     In these steps the queue is fuller than usual.
     """
@@ -320,11 +322,12 @@ def delayed(steps: Sequence[RecordedStep], max_staleness: int) -> list[RecordedS
 def recorded_groups(
     run: Path, rows: Sequence[Row], *, is_resumed: bool = False
 ) -> tuple[tuple[tuple[EpisodeShape, ...], ...], float]:
-    """Return the episodes of a run's journal by group, and the mean seconds of a tool call.
+    """Return the sizes of a run's finished episodes by group, and the mean seconds of a tool call.
 
-    If `is_resumed`, `rows` are the steps since a resume. The number of calls in them is then
-    estimated from the number of episodes that they trained on. The first of these steps is left
-    out, because it also has the calls that were repeated to restore open episodes.
+    `rows` are the metrics of steps. If `is_resumed`, they are those since a resume. The number of
+    tool calls in them is then estimated from the number of episodes that were trained on. The first
+    of these steps is left out, because its time includes calls that were repeated to restore open
+    episodes.
     """
     groups: dict[int, list[Trajectory]] = defaultdict(list)
     with _open_journal(run) as journal:
@@ -350,13 +353,11 @@ def recorded_groups(
 def episode_shapes(
     groups: Sequence[Sequence[Trajectory]],
 ) -> tuple[tuple[EpisodeShape, ...], ...]:
-    """Return the numbers of tokens of the episodes of some groups, with the prefixes that they
+    """Return the sizes of the episodes of each group in tokens, with the prefixes that they
     share.
     """
     names: dict[int, int] = {}
-    """The name of each prefix by the hash of its tokens, because hashes take less memory than
-    tokens.
-    """
+    """Hash of a prefix -> its name. Hashes are kept because they take less memory than tokens."""
     common = _common_prefix([_prompt(each) for siblings in groups for each in siblings])
     found = []
     for siblings in groups:
@@ -378,7 +379,9 @@ def episode_shapes(
 
 
 def _reply_starts(trajectory: Trajectory) -> Iterator[int]:
-    """Yield the number of tokens before each reply, with those before a fork of the episode."""
+    """Yield for each reply the number of tokens before it. Tokens before a fork of the episode
+    count.
+    """
     start = 0
     for is_sampled, pieces in groupby(trajectory.pieces, is_reply):
         if is_sampled:
@@ -392,7 +395,7 @@ def _prompt(trajectory: Trajectory) -> tuple[int, ...]:
 
 
 def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Return the number of tokens with which all prompts begin in common."""
+    """Return the number of first tokens that all prompts have in common."""
     low, high = min(prompts), max(prompts)
     length = 0
     for one, other in zip(low, high, strict=False):
@@ -403,10 +406,10 @@ def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
 
 
 def episode_shape(trajectory: Trajectory) -> EpisodeShape:
-    """Return the numbers of tokens of a trajectory by turn.
+    """Return the size of an episode in tokens: its prompt, and its turns with their tool calls.
 
-    The recorded number of tool calls is divided evenly among the turns. If it was not recorded,
-    each turn has one call. The text before a fork is part of the prompt.
+    The recorded number of tool calls is divided evenly among the turns. Without one, each turn has
+    one call. Text before a fork of the episode is part of the prompt.
     """
     runs = [
         (is_sampled, sum(len(piece.tokens) for piece in pieces))

@@ -1,4 +1,6 @@
-"""The result of a simulated run, in numbers and in a sentence. Does not import torch."""
+"""The result of a simulated run, in numbers and in a sentence. This module does not import
+torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +10,9 @@ from unstale.observe.words import Waiting
 
 @dataclass(frozen=True, slots=True)
 class EngineWork:
-    """The work of all engines together, after the steps in which the queue fills up."""
+    """The work of all engines together. Steps at the start, in which the queue fills up, do not
+    count.
+    """
 
     steps: float
     """Number of decoding steps."""
@@ -20,65 +24,67 @@ class EngineWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """The result of a simulation. Rates and shares leave out the first `filling` steps."""
+    """Figures of a simulated run. Rates and shares do not count the first `filling` steps."""
 
     steps_s: tuple[float, ...]
     """Seconds of each step, from the loading of one version to that of the next."""
     filling: int
-    """Number of steps at the start in which the queue fills up."""
+    """Number of steps at the start in which the queue of finished groups fills up."""
     groups_per_step: int
     trained_tokens: int
     """Number of tokens in the batches after the first `filling` steps."""
     trained_sampled: int
     """Number of sampled tokens in the batches after the first `filling` steps."""
     sampled_tokens: int
-    """Number of tokens that engines sampled in the whole run."""
+    """Number of tokens that engines sampled, over all steps."""
     lost_tokens: int
     """Number of sampled tokens that were lost because engines failed, and were sampled again."""
     failed_episodes: int
-    """Number of attempts at episodes that failed because a tool call timed out."""
+    """Number of times that an episode failed because a tool call timed out. Repeated attempts
+    count.
+    """
     deaths: int
-    """Number of times that an engine failed."""
+    """Number of failures of engines."""
     engine_busy_share: float
-    """Mean share of the time in which an engine computes."""
+    """Share of time in which an engine computes, as mean over the engines."""
     prefill_busy_share: float
-    """Share of time in which the engines for prefill are busy. 0 if engines are not divided."""
+    """Share of time in which engines of the prefill group compute. 0 without a prefill group."""
     decode_busy_share: float
-    """Share of time in which the engines for decoding are busy. These are all engines if they are
-    not divided into prefill and decode groups.
+    """Share of time in which engines of the decode group compute. Without groups, these are all
+    engines.
     """
     first_token_s: float
     """Mean seconds from a request to the first token of its reply."""
     first_token_p99_s: float
     """The 99th percentile of the seconds from a request to the first token of its reply."""
     rejects: int
-    """How often an engine would have been chosen for a request but had no free place."""
+    """Number of times that the preferred engine for a request was full."""
     longest_queue: int
     """Largest number of replies that waited on one engine while it sampled."""
     trainer_busy_share: float
     """Share of the time in which the trainer trains, computes `old_logp` or prepares versions."""
     trainer_wait_share: float
-    """Share of the time in which the trainer waits for groups. When it neither works nor waits for
-    groups, it waits until the engines have loaded a version.
+    """Share of time in which the trainer waits for groups. The rest of its idle time is spent
+    waiting for engines to load a version.
     """
     old_logps_share: float
     """Share of the time in which the trainer computes old log-probabilities."""
     staleness_histogram: Mapping[int, int]
-    """Number of trained tokens by staleness in versions, over the whole run."""
+    """Staleness in versions -> number of trained tokens, over all steps."""
     staleness_bound: int
     episode_s: float
     """Mean duration of an episode in seconds."""
     engine_share: float
-    """Share of an episode's time in which it waits for a reply or for a free engine."""
+    """Share of an episode's time in which it waits for a reply, or for a free engine."""
     tool_share: float
     """Share of an episode's time that is spent in tool calls."""
     ready_s: float
-    """Mean seconds from the end of an episode to the step that trains on it."""
+    """Mean seconds from the end of an episode until a step trains on it."""
     waiting: Waiting
-    """Shares of the time that decide which bottleneck a report names."""
+    """Shares of time in which trainer and engines wait, from which the bottleneck follows."""
     work: EngineWork
     versions_mean: float = 1.0
-    """Mean number of versions that sampled an episode."""
+    """Mean number of versions of the weights that sampled an episode."""
 
     @property
     def steady_s(self) -> tuple[float, ...]:
@@ -105,7 +111,9 @@ class SimulationResult:
 
     @property
     def bottleneck(self) -> str:
-        """A sentence that names the bottleneck, with advice if options of the schedule can help."""
+        """A sentence that names the bottleneck, followed by advice if options of the schedule can
+        help.
+        """
         if "schedule." in self.waiting.advice:
             return f"{self.waiting.sentence} {self.waiting.advice}"
         return self.waiting.sentence

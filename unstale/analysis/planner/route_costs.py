@@ -1,6 +1,6 @@
-"""The work and the memory of a route, computed from the needs that it declares.
+"""The work and memory of a route, a method to obtain old log-probabilities.
 
-A route is a method to obtain old log-probabilities.
+They are computed from the needs that the route declares.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,18 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class RouteCost:
-    """The costs of a route, a method to obtain old log-probabilities."""
+    """Functions that return the costs of a route, a method to obtain old log-probabilities."""
 
     needs: Needs
     exact: bool
     in_place: bool = False
-    """True if past versions or averages are loaded into the trained model to compute `old_logp`
-    (`old_logps.placement = own`).
+    """True if past versions or averages of the weights are loaded into the trained model to compute
+    `old_logp` (`old_logps.placement = own`).
     """
 
     def forward_passes(self, versions: float, *, prompt_fraction: float = 0.0) -> float:
-        """Return how many forward passes over a trajectory the computation of `old_logp` takes.
+        """Return the number of forward passes over a trajectory that it takes to compute its
+        `old_logp`.
 
         The trajectory is assumed to have `versions` parts of equal length, each sampled by another
         version. The pass with a version ends at its last token, so two versions take 1.5 passes.
@@ -43,36 +44,38 @@ class RouteCost:
     def delta_bytes(self, model: Model, *, live: int, rate: float) -> float:
         """Return the bytes of main memory for the deltas from which `live` versions are restored.
 
-        `rate` is the learning rate, on which the size of a delta depends. 0 if past versions are
-        not kept.
+        A delta is the difference between two versions. Its size depends on the learning rate
+        `rate`. The result is 0 if past versions are not kept.
         """
         return (live - 1) * delta_bytes(model.parameters, rate) if self.needs.snapshots else 0.0
 
     def main_bytes(self, model: Model, *, live: int, rate: float) -> float:
-        """Return the bytes of main memory that computing `old_logp` takes on all training ranks.
+        """Return the bytes of main memory, over all training ranks, that computing `old_logp`
+        takes.
 
-        They hold the deltas of `live` versions. If past weights are loaded into the trained
-        model, main memory also holds the past version or the float32 averages and, while they are
-        used, the trained float32 weights.
+        They hold the differences (deltas) from which `live` versions are restored. If past weights
+        are loaded into the trained model, they also hold the past version or the float32 averages,
+        and the trained float32 weights while these are replaced.
         """
         kept = self.delta_bytes(model, live=live, rate=rate)
         loaded = WORD * self.needs.snapshots + _FLOAT32 * self.needs.averages
         return kept + (loaded + _FLOAT32) * model.parameters * self.in_place
 
     def device_bytes(self, model: Model) -> float:
-        """Return the bytes of device memory that the route (way to get `old_logp`) needs, on all
-        trainer devices together.
+        """Return the bytes of memory, over all training devices, that computing `old_logp`
+        takes.
         """
         copies = 0 if self.needs.own_process else self.needs.resident_models
         averages = 0 if self.in_place else self.needs.averages
         return model.copy_bytes * copies + _FLOAT32 * model.parameters * averages
 
     def traffic_bytes(self, model: Model) -> float:
-        """Return the bytes of device memory that averages of the weights read and write per step.
+        """Return the bytes per step that are moved in device memory to keep averages or whole
+        versions.
 
-        An update reads the weights and the average, writes the average, and copies it into a model.
-        If averages are loaded into the trained model, these copies cross the bus to main memory.
-        The time of that is not predicted.
+        To update an average, the weights and the average are read, and the average is written and
+        copied into a model. If averages are loaded into the trained model, these copies cross the
+        bus to main memory, which is not predicted.
         """
         if self.needs.whole_versions:  # one is written, and one is copied into the scoring model
             return 2 * model.parameters * (WORD + _FLOAT32)
@@ -81,8 +84,8 @@ class RouteCost:
 
 
 def route_cost(name: str, **options: Any) -> RouteCost:
-    """Return the costs of the route `name`. `options` are options of `old_logps` with other values
-    than the default.
+    """Return the costs of the route `name`. `options` are options of `old_logps` that replace
+    defaults.
     """
     config = OldLogpsConfig(route=name, **options)
     return RouteCost(

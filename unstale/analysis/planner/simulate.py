@@ -1,8 +1,8 @@
 """Simulate a run: the real training loop on a virtual clock, with components that only take time.
 
 `loop.train` runs with the real staleness queue, so a simulation schedules groups as training does.
-Engines, trainer and publisher take the seconds of `Costs`. Episodes are simulated too, because real
-ones have a coroutine and journal rows. That is too slow for hundreds of thousands of episodes.
+Engines, trainer and publisher take the seconds of `Costs`. Episodes are simulated without the
+coroutine and the journal of a real one, which are too slow for hundreds of thousands of episodes.
 """
 
 from dataclasses import replace
@@ -81,10 +81,10 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
     needs: Needs = _NO_NEEDS,
     overheads: Overheads = NO_OVERHEADS,
 ) -> SimulationResult:
-    """Simulate `steps` steps of a run. The same arguments give the same result.
+    """Simulate `steps` steps of a run. Equal arguments give an equal result.
 
-    `needs` are those of the method to get `old_logp`. Raises `ConfigError` for settings with which
-    too many episodes fail, and `StalenessError` if a token is older than the bound.
+    `needs` is what the way to get `old_logp` requires. Raises `ConfigError` if too many episodes
+    fail with these settings, and `StalenessError` if a token is older than the bound.
     """
     _check(fleet, needs, steps)
     config = _config(schedule, fleet, steps, overheads.checkpoint_every)
@@ -158,7 +158,7 @@ def _check(fleet: Fleet, needs: Needs, steps: int) -> None:
 
 
 def _config(schedule: ScheduleConfig, fleet: Fleet, steps: int, checkpoint_every: int) -> RunConfig:
-    """Return the configuration of the training loop for a simulation, without evaluations."""
+    """Return the configuration with which the training loop is simulated. It has no evaluations."""
     max_staleness = schedule.max_staleness // fleet.steps_per_version
     return RunConfig(
         recipe="simulated",

@@ -46,8 +46,8 @@ _EMPTY = torch.empty(0)
 class SimulatedTrainer:
     """A trainer that only takes the seconds of `Costs`, and counts the staleness of tokens.
 
-    The loop calls its methods in the trainer's thread, so a method cannot wait. It adds its seconds
-    to `owed` instead, and `SimulatedThread` waits for them after the call. Engines on the same
+    The loop calls its methods in the trainer's thread, where they cannot wait. They add seconds to
+    `owed` instead, and `SimulatedThread` waits for these after the call. Engines on the same
     devices pause while the trainer works.
     """
 
@@ -61,15 +61,15 @@ class SimulatedTrainer:
         overheads: Overheads = NO_OVERHEADS,
     ) -> None:
         self.version = 0
-        """Number of steps so far. If `every` > 1, fewer versions are published."""
+        """Number of steps so far. Only every `every`-th is published as a version."""
         self.owed: dict[str, float] = defaultdict(float)
-        """Seconds that the trainer's thread is still to wait, by activity."""
+        """Activity -> seconds for which the trainer's thread still has to wait."""
         self.spent: dict[str, float] = defaultdict(float)
-        """Seconds that the trainer's thread has waited so far, by activity."""
+        """Activity -> seconds for which the trainer's thread has waited so far."""
         self.batches: list[tuple[int, int]] = []
-        """Number of tokens and of sampled tokens in each batch."""
+        """Number of tokens, and of sampled tokens, in each batch."""
         self.ages: Counter[int] = Counter()
-        """Number of sampled tokens by staleness in versions."""
+        """Staleness in versions -> number of sampled tokens that were trained on."""
         self.num_versions: list[float] = []
         """Mean number of versions that sampled an episode, for each part of a batch that was
         scored.
@@ -82,13 +82,13 @@ class SimulatedTrainer:
         self._closing = closing
         self._colocated = fleet.colocated
         self._added: set[int] = set()
-        """Numbers of the episodes of the next batch that `add` has taken already."""
+        """Numbers of the episodes of the next batch that `add` has counted already."""
         self._counted = (0, 0)
-        """Number of tokens of the episodes in `_added` or in the batch, and how many of them were
+        """Number of tokens of the next batch that are counted so far, and how many of them were
         sampled.
         """
         self._left = 0
-        """Number of tokens of the batch that `add` had not taken before the batch was prepared."""
+        """Number of tokens of the batch that `add` had not counted before `prepare`."""
 
     def start_version(self) -> None:
         self.version += 1
@@ -100,14 +100,16 @@ class SimulatedTrainer:
         return {}
 
     def add(self, part: Batch) -> None:
-        """Count the tokens of a part of the next batch. Add the seconds of training on them to
+        """Count the tokens of a part of the next batch. Add the seconds of training on it to
         `owed`.
         """
         self._train(self._take(part))
         self._added |= set(part.episodes)
 
     def prepare(self, batch: Batch) -> Sequence[Minibatch]:
-        """Count the tokens and staleness of a batch. Add the seconds of scoring it to `owed`."""
+        """Count the tokens and the staleness of a batch. Add the seconds of scoring it to
+        `owed`.
+        """
         if self._colocated:
             now = self.rollout.clock.now
             self.owed["paused"] += self.rollout.engines.interrupt() - now
@@ -120,7 +122,9 @@ class SimulatedTrainer:
         return [Minibatch(batch, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)]
 
     def _take(self, part: Batch) -> int:
-        """Count and score the episodes that `add` has not taken. Return their number of tokens."""
+        """Count and score the episodes of `part` that `add` has not counted. Return their number of
+        tokens.
+        """
         newest = len(self.batches) // self.every
         numbers = [number for number in part.episodes if number not in self._added]
         episodes = [self.rollout.episodes.pop(number) for number in numbers]
@@ -154,7 +158,9 @@ class SimulatedTrainer:
             self._owe_old_logps(tokens, mean_versions)
 
     def score(self, lengths: Iterable[int]) -> None:
-        """Add to `owed` the seconds of computing `old_logp` for sequences of these lengths."""
+        """Add to `owed` the seconds of computing `old_logp` for sequences of these lengths, in
+        tokens.
+        """
         if tokens := sum(lengths):
             self._owe_old_logps(tokens, 1.0)
 
@@ -184,7 +190,7 @@ class SimulatedTrainer:
 
 
 class SimulatedThread:
-    """The trainer's thread. A call takes the seconds that it adds to the trainer's `owed`."""
+    """The trainer's thread. After a call it waits for the seconds that the trainer then owes."""
 
     def __init__(self, clock: SimulatedClock, trainer: SimulatedTrainer) -> None:
         self._clock = clock
@@ -205,7 +211,7 @@ class SimulatedThread:
 
 
 class InstantThread:
-    """A thread whose calls take no time, except that writing a checkpoint takes `checkpoint_s`
+    """A thread whose calls take no time, except writing a checkpoint, which takes `checkpoint_s`
     seconds.
     """
 
@@ -223,9 +229,9 @@ class InstantThread:
 
 
 class SimulatedQueue(StalenessQueue):
-    """A staleness queue for runs that publish a version only every `every` steps.
+    """A staleness queue for a run that publishes a version only every `every` steps.
 
-    At each publication it allows the start of the episodes for `every` steps together.
+    A publication allows the episodes of `every` steps to start at once.
     """
 
     def __init__(self, schedule: ScheduleConfig, every: int) -> None:
@@ -246,7 +252,7 @@ class SimulatedQueue(StalenessQueue):
 
 
 class SimulatedRoute(OldLogps):
-    """A computation of old log-probabilities that takes the seconds of `Costs.old_logps_s`.
+    """A simulated way to get `old_logp` that takes the seconds of `Costs.old_logps_s`.
 
     Its values are never used.
     """
@@ -256,19 +262,19 @@ class SimulatedRoute(OldLogps):
         self._trainer = trainer
 
     def before_update(self, unscored: Sequence[PendingPiece]) -> None:
-        """Let the trainer score unfinished episodes, up to their present length."""
+        """Add the seconds of scoring the unfinished episodes, up to their present length."""
         episodes = {piece.episode for piece in unscored}
         self._trainer.score(self._trainer.rollout.length(number) for number in episodes)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of the engine and zeros, because a simulation has no
-        model.
+        """Return the log-probabilities of the engine, and False for each token: its value is not
+        exact.
         """
         return batch.behavior_logp, torch.zeros_like(batch.sampled)
 
 
 class SimulatedPublisher:
-    """The publication of versions. To load a version, all engines pause and then continue.
+    """The simulated publication of versions, for which all engines pause and then continue.
 
     Before the pause, hosts decode the version. After it, engines hold back complete replies until
     the new weights are checked.
@@ -363,7 +369,9 @@ class NullJournal:
 
 
 class NullTechniques:
-    """The methods of `unstale.loop.TechniqueHooks` that change nothing. All advantages are 0."""
+    """The methods of `unstale.loop.TechniqueHooks`, which change nothing here. All advantages are
+    0.
+    """
 
     max_replay_age = 0
     reads_states = False
@@ -417,9 +425,7 @@ class NullAudit:
 
 
 class SimulatedRecorder:
-    """A log that records the time at the end of each step, and the seconds of activities until
-    then.
-    """
+    """A log that keeps the time at the end of each step, and the seconds of activities up to it."""
 
     def __init__(
         self, clock: SimulatedClock, engines: SimulatedEnginePool, trainer: SimulatedTrainer
@@ -430,10 +436,10 @@ class SimulatedRecorder:
         self.ends: list[float] = [0.0]
         """Simulated times, in seconds, at which the steps ended. The first entry is 0."""
         self._lanes: dict[str, float] = defaultdict(float)
-        """Seconds of the recorded spans, added up by lane (row of the timeline)."""
+        """Lane (row of the timeline) -> seconds of its recorded spans so far."""
         self._seconds: list[dict[str, float]] = [{}]
         self.rows: list[dict[str, float]] = [{"time_s": 0.0}]
-        """The metrics of each step under the names that a run gives them."""
+        """The metrics of each step, named as in a real run."""
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
@@ -464,7 +470,7 @@ class SimulatedRecorder:
         self.rows.append(self._row(metrics))
 
     def _row(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics of the latest step that decide which bottleneck is named."""
+        """Return the metrics of the latest step from which the bottleneck follows."""
         before, after = self._seconds[-2:]
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
         elapsed = self.ends[-1] - self.ends[-2]
@@ -485,15 +491,15 @@ class SimulatedRecorder:
         }
 
     def total(self, name: str, since: int) -> float:
-        """Return the seconds of an activity, or the number of tokens or steps `name`, after step
-        `since`.
+        """Return the amount of `name` after step `since`: seconds of an activity, or a number of
+        tokens or decoding steps.
         """
         return self._seconds[-1].get(name, 0.0) - self._seconds[since].get(name, 0.0)
 
     def share(self, lane: str, since: int) -> float:
         """Return the share of the time after step `since` that the activity `lane` took.
 
-        For an activity of engines it is the sum over all engines, so it can be above 1.
+        For activities of engines it is the sum over engines, so it can be above 1.
         """
         return self.total(lane, since) / (self.ends[-1] - self.ends[since])
 

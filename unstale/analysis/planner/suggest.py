@@ -1,4 +1,8 @@
-"""Suggest a configuration for a number of devices. Simulate the best estimates to choose one."""
+"""Suggest a configuration for a number of devices.
+
+Many configurations, called candidates, are estimated by formula. The best of them are simulated,
+and one is chosen.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,47 +26,47 @@ from unstale.config.routes import routes
 from unstale.observe.words import KEEPS_PACE
 
 NEAR = 0.95
-"""Candidates with at least this share of the best throughput count as equally fast. Among them the
-lowest staleness is chosen, then the smallest batch, then the smallest window. The standard error of
-a simulated throughput is about as large as the difference (docs/planning.md has examples).
+"""Configurations with at least this share of the best throughput count as equally fast. Among them
+the lowest staleness is chosen, then the smallest batch, then the smallest window. The standard
+error of a simulated throughput is about as large as the difference (docs/planning.md has examples).
 """
 REACH = 0.75
-"""Share of the highest estimated throughput that a candidate must reach to be simulated. It is well
-below 1, because estimates are not exact.
+"""Share of the highest estimated throughput below which a configuration is not simulated. It is
+well below 1, because estimates are not exact.
 """
 MAX_CHOICES = 6
 """Largest number of schedules that are simulated."""
 MAX_SPLITS = 3
 """Largest number of divisions of the devices among trainer and engines that are simulated."""
 AVERAGE: str = "ppo_ewma_async"
-"""The most exact of the methods that get `old_logp` from averaged weights (docs/old-logps.md).
-Exact methods are compared with it.
+"""The most exact way to get `old_logp` from averages of the weights (docs/old-logps.md). Exact ways
+are compared with it.
 """
 
 
 @dataclass(frozen=True)
 class SimulatedCandidate:
-    """A candidate and the result of its simulation."""
+    """A configuration and the result of its simulation."""
 
     candidate: Candidate
     result: SimulationResult
 
     @property
     def rate(self) -> float:
-        """Trained tokens per second.
+        """Throughput in trained tokens per second.
 
-        It is computed as groups per second times the mean tokens of a group in the whole workload,
-        because the groups of a few simulated steps may be unusually long or short.
+        It is groups per second times the mean tokens of a group in the whole workload, because the
+        groups of a few simulated steps may be unusually long or short.
         """
         episodes_per_s = self.result.groups_per_s * self.candidate.schedule.group_size
         return episodes_per_s * self.candidate.episodes.tokens
 
     @property
     def spread(self) -> float:
-        """Relative standard error of `rate`.
+        """Standard error of `rate`, as a share of it.
 
-        It is computed from the durations of rounds of `max_staleness` + 1 steps, because steps
-        that share episodes in flight are not independent.
+        It is computed from the durations of rounds of `max_staleness` + 1 steps, because steps that
+        share running episodes are not independent.
         """
         steps = self.result.steady_s
         size = self.candidate.schedule.max_staleness + 1
@@ -74,33 +78,35 @@ class SimulatedCandidate:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The suggested configuration, and the configurations with which it was compared."""
+    """The suggested configuration, and those with which it was compared."""
 
     best: SimulatedCandidate
     synchronous: SimulatedCandidate | None
-    """The best candidate for synchronous training. Its devices alternate between sampling and
-    training. None if they cannot.
+    """The best configuration for synchronous training, in which all devices sample and train in
+    turn. None if none fits the devices.
     """
     choices: tuple[SimulatedCandidate, ...]
-    """The best candidate for each schedule that was tried. All of them were simulated."""
-    splits: tuple[SimulatedCandidate, ...]
-    """The candidates for different divisions of the devices that were simulated, with the suggested
+    """The simulated configurations that compare schedules: each is the best one for its
     schedule.
     """
+    splits: tuple[SimulatedCandidate, ...]
+    """The simulated configurations that compare divisions of the devices among trainer and
+    engines.
+    """
     routes: tuple[Candidate, ...]
-    """A candidate for every method to get `old_logp`, with the suggested schedule and the division
-    of the devices that is best for it.
+    """For each way to get `old_logp` that fits, a configuration with the suggested schedule and, if
+    possible, the suggested division of the devices. It need not be simulated.
     """
     simulated: Mapping[str, SimulatedCandidate]
-    """The simulated candidates by the name of their method to get `old_logp`: exact ones near the
-    best throughput, and `AVERAGE`.
+    """Way to get `old_logp` -> its simulated configuration, for exact ways near the best throughput
+    and for `AVERAGE`.
     """
 
     def rate(self, candidate: Candidate) -> float:
-        """Return the throughput of a candidate of `routes`, in trained tokens per second.
+        """Return the throughput of a configuration of `routes`, in trained tokens per second.
 
-        If the candidate was not simulated, this is the suggestion's simulated throughput,
-        multiplied by the ratio of the estimates for the two candidates.
+        If it was not simulated, its estimate is scaled by the ratio of simulated to estimated
+        throughput of the suggestion.
         """
         if candidate.name in self.simulated:
             return self.simulated[candidate.name].rate
@@ -108,7 +114,9 @@ class Suggestion:
 
 
 def suggest(request: PlanRequest) -> Suggestion:
-    """Return the best configuration. Raises `ConfigError` if there are too few devices."""
+    """Return the best configuration for `request`. Raises `ConfigError` if there are too few
+    devices.
+    """
     simulated = _Simulations()
     name: str = request.route or "snapshot_old"
     choices, central = _best_schedule(request, name, simulated)
@@ -143,9 +151,10 @@ def suggest(request: PlanRequest) -> Suggestion:
 def _best_schedule(
     request: PlanRequest, name: str, simulated: "_Simulations"
 ) -> tuple[tuple[SimulatedCandidate, ...], SimulatedCandidate]:
-    """Return the simulated candidates, each the best for one schedule, and the chosen one.
+    """Return the simulated configurations, each the best one for its schedule, and the one to use.
 
     Only the schedules with the highest estimates are simulated. `_smallest` chooses among them.
+    `name` is the way to get `old_logp`.
     """
     window = request.windows[0] if request.windows else 1
     candidates = []
@@ -159,7 +168,7 @@ def _best_schedule(
 
 
 class _Simulations(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult]):
-    """Simulates candidates. Candidates with equal costs and schedules are simulated once."""
+    """Simulated configurations. Those with equal costs and schedules are simulated once."""
 
     def __call__(self, candidate: Candidate) -> SimulatedCandidate:
         costs = candidate.costs
@@ -203,9 +212,9 @@ def describe_schedule(schedule: ScheduleConfig) -> str:
 def _simulate_best(
     candidates: Sequence[Candidate], simulated: _Simulations, *, limit: int
 ) -> tuple[SimulatedCandidate, ...]:
-    """Simulate at most `limit` candidates, those with the highest estimates.
+    """Simulate the `limit` configurations with the highest estimates.
 
-    Candidates below `REACH` of the highest estimate are left out.
+    Those below `REACH` of the highest estimate are left out.
     """
     ranked = sorted(candidates, key=lambda candidate: -candidate.rate)[:limit]
     near = [candidate for candidate in ranked if candidate.rate >= REACH * ranked[0].rate]
@@ -213,9 +222,9 @@ def _simulate_best(
 
 
 def _smallest(rated: Sequence[SimulatedCandidate]) -> SimulatedCandidate:
-    """Return the smallest candidate among those with nearly the best throughput (`NEAR`).
+    """Return the configuration to prefer among those with nearly the best throughput (`NEAR`).
 
-    It has the lowest staleness, then the smallest batch, then the smallest window.
+    It has the lowest staleness, then the smallest batch, then the smallest look-ahead window.
     """
     best = max(each.rate for each in rated)
     near = [each for each in rated if each.rate >= NEAR * best]

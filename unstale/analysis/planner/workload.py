@@ -1,4 +1,4 @@
-"""The simulated workload: turns, tokens and tool times of episodes, and the engines."""
+"""The simulated workload, which is turns, tokens and tool times of episodes, and its engines."""
 
 import math
 from collections import Counter
@@ -25,7 +25,7 @@ from unstale.config.checks import (
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A distribution with a single value."""
+    """A distribution with only one value."""
 
     value: float
 
@@ -37,14 +37,14 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """A log-normal distribution whose values above `max` are set to `max`.
+    """A log-normal distribution. Values above `max` are replaced by `max`.
 
-    `mean` is the mean before values are set to `max`. `LogNormal.capped` takes the mean afterwards.
+    `mean` is the mean before values are replaced. `LogNormal.capped` takes the mean after it.
     """
 
     mean: float
     sigma: float
-    """Standard deviation of the logarithm of the values."""
+    """Standard deviation of the logarithm of a value."""
     max: float = math.inf
 
     def draw(
@@ -52,7 +52,7 @@ class LogNormal:
     ) -> NDArray[np.float64]:
         """Draw `count` values at random.
 
-        The logarithms of the values have a common random term, with the share `common` of their
+        The logarithms of the values share a random term, which has the part `common` of their
         variance. The rest is independent.
         """
         if not self.mean:
@@ -66,7 +66,8 @@ class LogNormal:
 
     @classmethod
     def capped(cls, mean: float, sigma: float, max: float) -> "LogNormal":
-        """Return the distribution that has this mean after values above `max` are set to `max`.
+        """Return the distribution whose mean is `mean` after values above `max` are replaced by
+        `max`.
 
         >>> drawn = LogNormal.capped(100, 1.0, max=300).draw(np.random.default_rng(0), 100_000)
         >>> round(float(drawn.mean())), float(drawn.max())
@@ -99,7 +100,7 @@ Distribution = Constant | LogNormal
 
 @dataclass(frozen=True, slots=True)
 class MeanRange:
-    """An annotation of an option: its value is a distribution with a mean from `low` to `high`."""
+    """A check of an option whose value is a distribution: its mean must be from `low` to `high`."""
 
     low: float
     high: float = 1e9
@@ -109,7 +110,7 @@ class MeanRange:
 
 
 def mean_of(distribution: Distribution) -> float:
-    """Return the mean of a distribution before values above its maximum are set to that."""
+    """Return the mean of a distribution, before values above its maximum are replaced."""
     return distribution.value if isinstance(distribution, Constant) else distribution.mean
 
 
@@ -125,7 +126,7 @@ AtLeastZero = Annotated[Distribution, MeanRange(0)]
 
 
 class TurnShape(NamedTuple):
-    """The size of a turn: tokens of the reply, tokens of the environment's answer, and tool
+    """The size of a turn: tokens of the reply and of the environment's answer, and number of tool
     calls.
     """
 
@@ -135,21 +136,25 @@ class TurnShape(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The first tokens of a context, which other episodes may have in common."""
+    """The first tokens of a context, up to the start of a reply, which other episodes may share."""
 
     name: int
-    """Equal names mean equal tokens. The name 0 is for the tokens with which all prompts begin."""
+    """Prefixes with equal names have equal tokens. The name 0 is for the start that all prompts
+    share.
+    """
     tokens: int
 
 
 class EpisodeShape(NamedTuple):
-    """The size of one episode: prompt and turns, in tokens. Its last turn has no answer."""
+    """The size of one episode: tokens of its prompt and of its turns. The last turn has no
+    answer.
+    """
 
     prompt: int
     turns: tuple[TurnShape, ...]
     prefixes: tuple[Prefix, ...] = ()
-    """Beginnings of its contexts, shortest first. An engine need not compute those that it has
-    cached for another episode. Without them, only the prompt is common to the episodes of a group.
+    """The first parts of its contexts, shortest first. An engine does not compute those that it has
+    cached for another episode. If empty, the episodes of a group share only their prompt.
     """
 
     @property
@@ -163,7 +168,7 @@ class EpisodeShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload(Section):
-    """The distribution of episodes, or recorded groups of episodes from which to draw."""
+    """How long simulated episodes are: distributions, or recorded groups from which to draw."""
 
     prompt_tokens: AtLeastOne = Constant(512)
     """Number of tokens in the prompt, which the episodes of a group share."""
@@ -172,9 +177,8 @@ class Workload(Section):
     reply_tokens: AtLeastOne = field(default_factory=lambda: LogNormal(1024.0, 0.8))
     """Number of tokens in a reply."""
     prompt_share: Share = 0.5
-    """Share of the variance of log reply lengths that lies between groups and not within them.
-    Episodes of a group have similar lengths, because they have the same prompt. The default is an
-    assumption.
+    """Share of the variance of log reply lengths that the episodes of a group have in common,
+    because they have the same prompt. The default is an assumption.
     """
     tool_tokens: AtLeastZero = Constant(0)
     """Number of tokens in the environment's answer to a reply."""
@@ -185,13 +189,15 @@ class Workload(Section):
     customer-service environments of this package, which draw the times from the group's seed.
     """
     recorded: tuple[tuple[EpisodeShape, ...], ...] = ()
-    """Recorded groups from which to draw. They replace all distributions except `tool_s`."""
+    """Recorded groups of episodes from which to draw. They replace all distributions except
+    `tool_s`.
+    """
     max_tokens: Annotated[int, Range(2)] = 1 << 30
     """Largest number of tokens in an episode."""
     timeout_s: Positive = math.inf
-    """Seconds after which a tool call fails, as `rollout.timeout_s`."""
+    """Seconds after which a tool call fails, with its episode: `rollout.timeout_s`."""
     retries: Count = 1
-    """Number of times that a failed episode is started again, as `rollout.retries`."""
+    """Number of times that a failed episode starts again: `rollout.retries`."""
 
     def check_combination(self) -> None:
         prompt = min(mean_of(self.prompt_tokens), largest_of(self.prompt_tokens))
@@ -220,9 +226,9 @@ class Workload(Section):
 
     @property
     def most_turns(self) -> int:
-        """The largest number of replies in an episode.
+        """The largest number of replies that an episode can have.
 
-        If the distribution has no maximum, this is the largest of 10,000 drawn numbers.
+        If the distribution has no maximum, this is the largest of 10,000 values drawn from it.
         """
         if self.recorded:
             return max(len(shape.turns) for shape in self._recorded_shapes)
@@ -231,7 +237,9 @@ class Workload(Section):
         return max(_integers(self.turns.draw(np.random.default_rng(0), 10_000), 1))
 
     def _largest(self, distribution: Distribution, low: int) -> int:
-        """Return the largest value of a distribution, between `low` and the longest episode."""
+        """Return the largest value of a distribution, but at least `low` and at most
+        `max_tokens`.
+        """
         return max(low, round(min(largest_of(distribution), self.max_tokens)))
 
     @property
@@ -243,8 +251,8 @@ class Workload(Section):
     ) -> list[EpisodeShape]:
         """Draw the sizes of `size` episodes of one group.
 
-        If there are recorded groups, a random one is used, or the one with this `number`. Numbers
-        beyond the last group start again at the first.
+        If there are recorded groups, the one with number `number` is used, or a random one if it is
+        None. Numbers beyond the last recorded group start again at the first.
         """
         if self.recorded:
             if number is None:
@@ -262,7 +270,7 @@ class Workload(Section):
         ]
 
     def _truncated(self, prompt: int, turns: Sequence[TurnShape]) -> EpisodeShape:
-        """Return the episode, cut off at `max_tokens` tokens."""
+        """Return an episode with this prompt and these turns, cut off at `max_tokens` tokens."""
         left = self.max_tokens - prompt
         kept: list[TurnShape] = []
         for turn in turns:
@@ -276,11 +284,11 @@ class Workload(Section):
 def _siblings(
     random: np.random.Generator, recorded: Sequence[EpisodeShape], size: int, turn: int
 ) -> list[EpisodeShape]:
-    """Return `size` of the recorded episodes of a group.
+    """Return `size` episodes, drawn from the episodes `recorded` of one group.
 
     `turn` is the number of times that the group was used before. An episode that is drawn twice
-    shares only its prompt with itself. A group that is used again shares nothing with its earlier
-    use except the tokens with which all prompts begin.
+    shares only its prompt with itself. A group that is used again shares with its earlier use only
+    the tokens with which all prompts begin.
     """
     indices = range(size)
     if len(recorded) != size:
@@ -303,7 +311,9 @@ def _siblings(
 
 
 _MAX_PREFIXES = 1 << 40
-"""Largest number of prefixes of a recorded run."""
+"""Upper bound of the names of a recorded run's prefixes. A multiple of it is added when a group is
+used again.
+"""
 
 
 def _integers(values: NDArray[np.float64], low: int) -> list[int]:
@@ -312,43 +322,45 @@ def _integers(values: NDArray[np.float64], low: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet(Section):
-    """The engines of a simulation."""
+    """The simulated engines."""
 
     engines: PositiveInt = 1
     max_running: PositiveInt = 128
-    """Number of replies that one engine samples at the same time."""
+    """Largest number of replies that one engine samples at the same time."""
     cache_tokens: Count = 0
-    """Number of context tokens that fit into an engine's memory; 0 means no limit."""
+    """Number of context tokens that fit into an engine's memory. 0 means no limit."""
     keep_cache: bool = False
     """Keep cached contexts when a new version of the weights is loaded, as `engine.keep_cache`."""
     load_tokens: Count = 0
-    """Number of context tokens that count as one more reply on an engine, as
+    """Number of context tokens that add as much load to an engine as one reply:
     `engine.load_tokens`.
     """
     prefill_engines: Count = 0
-    """Number of engines in the prefill group, as `engine.prefill_engines`. They are the first
-    ones.
+    """Number of engines in the prefill group, which are the first ones:
+    `engine.prefill_engines`.
     """
     prefill_ratio: Positive = 8.0
-    """New context tokens per expected reply token above which a request goes to the prefill group,
-    as `engine.prefill_ratio`.
+    """A request goes to the prefill group if it has more new context tokens than this multiple of
+    its expected reply tokens: `engine.prefill_ratio`.
     """
     colocated: bool = False
-    """Engines run on the trainer's devices. They pause from the scoring of a batch until they have
-    loaded the new version.
+    """If True, engines run on the trainer's devices. They pause from the scoring of a batch until
+    they have loaded the new version.
     """
     stream: bool = False
-    """The trainer computes the gradient of each group as soon as it has ended, as
+    """If True, the trainer computes the gradient of each group as soon as it has ended:
     `trainer.stream`.
     """
     steps_per_version: PositiveInt = 1
-    """Number of steps between two published versions (verl's `trigger_parameter_sync_step`)."""
+    """Number of steps between two published versions (`trigger_parameter_sync_step` of verl)."""
     failures_per_hour: NonNegative = 0.0
-    """Number of failures of each engine per hour, on average. Its replies continue on other engines
-    from their recorded tokens.
+    """Mean number of failures of an engine per hour. Its replies continue on other engines from the
+    tokens that their episodes have received.
     """
     restart_s: NonNegative = 120.0
-    """Seconds until a failed engine has restarted. It then loads the next version."""
+    """Seconds until a failed engine has restarted. It then loads the next version, or the current
+    one if all engines have failed.
+    """
 
     def check_combination(self) -> None:
         if self.prefill_engines and self.prefill_engines >= self.engines:
@@ -376,19 +388,22 @@ class EpisodeStats(NamedTuple):
 
     tokens: float
     attended: float
-    """Mean number of tokens that a token attends to, as in `mean_attended`."""
+    """Mean number of tokens to which a token attends (see `mean_attended`)."""
     longest: float
-    """Largest number of tokens that an episode can have. There must be memory for it."""
+    """Largest number of tokens that an episode can have, for which there must be memory."""
     prompt: float
     sampled: float = 0.0
     turns: float = 1.0
     tool_s: float = 0.0
-    """Seconds of all tool calls of an episode."""
+    """Mean seconds of all tool calls of an episode."""
     tail: float = 1.0
-    """Sampled tokens of a group's longest episode, divided by the mean of all episodes."""
+    """Mean sampled tokens of the longest episode of a group, divided by the mean of all
+    episodes.
+    """
     slowest: float = 1.0
-    """Tokens of the longest episode of 64 groups, divided by the mean of all episodes. Used for
-    times instead of `longest`, because episodes of the largest possible length are rare.
+    """Tokens of the longest of many episodes that were drawn, divided by the mean. Times are
+    computed from it and not from `longest`, because episodes of the largest possible length are
+    rare.
     """
 
     @property
@@ -397,7 +412,7 @@ class EpisodeStats(NamedTuple):
 
     @classmethod
     def of(cls, workload: Workload, *, group_size: int) -> "EpisodeStats":
-        """Return the means over 64 groups of episodes that are drawn at random."""
+        """Return the means over the episodes of 64 groups that are drawn at random."""
         random = np.random.default_rng(0)
         groups = [workload.group(random, group_size) for _ in range(64)]
         episodes = [shape for group in groups for shape in group]

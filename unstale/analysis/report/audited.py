@@ -1,7 +1,6 @@
-"""The table of an audit: the difference of each route's old_logp from the true old_logp.
+"""The table of an audit, which measures the error of each method to compute `old_logp` (route).
 
-A route is a method to compute old_logp. The true old_logp is computed with a full copy of the
-weights that sampled the token.
+The true `old_logp` is computed with a full copy of the weights that sampled the token.
 """
 
 from collections.abc import Mapping
@@ -11,9 +10,10 @@ from unstale.observe.words import NONE, amount, mapping, number, percent
 
 
 class Column(NamedTuple):
-    """A column of an audit's table, which has a row for each route (method to compute `old_logp`).
+    """A column of an audit's table: its name, and an explanation for a note below the table.
 
-    A terminal shows only columns whose `brief` is True.
+    The table has a row for each route (method to compute `old_logp`). A terminal shows only columns
+    whose `brief` is True.
     """
 
     name: str
@@ -55,7 +55,7 @@ COLUMNS = (
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return a row of an audit's table of routes as texts, one for each of `COLUMNS`.
+    """Return the texts of one row of an audit's table, one for each of `COLUMNS`.
 
     `row` has the figures of a route (way to get `old_logp`), as in `audit.json`.
     """
@@ -84,8 +84,8 @@ def _places(value: float | None) -> str:
 
 
 def _agreement(row: Mapping[str, Any], name: str) -> str:
-    """Return the F1 `row[name]` as text. It is "none" for None, when neither kind of ratios stops a
-    token.
+    """Return the F1 `row[name]` as text. None becomes "none": no token is stopped in either
+    case.
     """
     return "none" if name in row and row[name] is None else _places(number(row.get(name)))
 

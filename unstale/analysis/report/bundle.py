@@ -1,6 +1,7 @@
 """Join the scripts and styles of the dashboard, for a page that is one file and needs no network.
 
-Scripts are modules that import each other. Each becomes a function that returns its exports.
+Scripts are JavaScript modules that import each other. Each becomes a function that returns its
+exports.
 """
 
 import base64
@@ -16,13 +17,13 @@ _IMPORT = re.compile(r'^import (?:\* as (\w+)|\{(.+)\}) from "\./([\w./]+)";$', 
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
 _LEFT = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
 _SPARE = re.compile(r"^[ \t]+(?://.*)?|^//.*\n|\n(?=\n)", re.MULTILINE)
-"""Indents, comment lines and empty lines of a script, which are removed. Scripts have no strings of
-several lines, in which this would change the text.
+"""Indents, comment lines and empty lines of a script, which are removed. Scripts must not have
+string literals of several lines, because this would change them.
 """
 
 
 class Code(NamedTuple):
-    """A script or a style, and its hash for a content security policy."""
+    """The text of a script or style, and its hash for a content security policy."""
 
     text: str
     digest: str
@@ -44,7 +45,8 @@ def styles() -> Code:
 def script(entry: str, replaced: tuple[tuple[str, str], ...] = ()) -> Code:
     """Return one script with the library of plots, the module `entry` and all modules it imports.
 
-    `replaced` has pairs of a module and the module that replaces it.
+    `replaced` has pairs (module, module to use in its place). Raises ValueError if a module cannot
+    be joined with others.
     """
     modules: dict[str, str] = {}
     _add(entry, dict(replaced), modules)
@@ -57,9 +59,10 @@ def script(entry: str, replaced: tuple[tuple[str, str], ...] = ()) -> Code:
 
 
 def _add(name: str, replaced: dict[str, str], modules: dict[str, str]) -> str:
-    """Add a module to `modules`, after the modules that it imports.
+    """Add the JavaScript module `name` to `modules`, after the modules that it imports.
 
-    Return the variable with its exports. Raises ValueError for a line that cannot be joined.
+    `modules` maps names to joined texts. Return the variable that holds the module's exports.
+    Raises ValueError for an import or export that cannot be joined.
     """
     name = replaced.get(name, name)
     variable = "module_" + re.sub(r"\W", "_", name)

@@ -1,7 +1,7 @@
 """Read the runs of a comparison. Compute means over seeds with 95% intervals.
 
-An arm is one configuration that was trained with several seeds. Only finished runs count. Training
-time is the time since the start of the first step, without evaluations. Intervals are over seeds
+An arm is one configuration that was trained with several seeds. Means are over finished runs.
+Training time counts from the start of the first step, without evaluations. Intervals are over seeds
 (Student's t). Differences are between runs with the same seed. This module does not import torch,
 so the tables can be written on another machine.
 """
@@ -24,8 +24,8 @@ from unstale.observe.words import number
 
 PLAN, LAUNCHES = "plan.json", "launches.jsonl"
 EXACT = "snapshot_old"
-"""Name of the reference arm: the configuration with which the others are compared. If no arm has
-this name, the first arm is used.
+"""Default name of the reference arm, the configuration with which the others are compared. If no
+arm has it, the first arm is the reference.
 """
 SUCCESS, STALENESS = "rollout/success_rate", "schedule/staleness_mean"
 KEPT, CLIPPED, EXACT_SHARE = (
@@ -43,9 +43,9 @@ Unit = Literal["minutes", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class SeedMean:
-    """A mean over `n` seeds with its 95% interval.
+    """A mean over `n` seeds, and the ends `low` and `high` of its 95% interval.
 
-    The interval is None for a single seed and for equal values.
+    `low` and `high` are None for a single seed and for equal values.
     """
 
     n: int
@@ -61,8 +61,8 @@ class SeedMean:
 def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
     """Return the mean of the values that are not None, with its 95% interval.
 
-    The result is None without such values. Equal values have no interval, because they do not show
-    their spread.
+    Return None if there is no such value. A single value or equal values get no interval, because
+    they do not show how results spread.
 
     >>> print(mean_over_seeds([0.5, None, 0.75, 1.0]))
     0.75 (0.129 to 1.371), n = 3
@@ -79,7 +79,7 @@ def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
 
 
 def ended(folder: Path) -> tuple[str, str]:
-    """Return the state of the run in a folder, and the last line of its error or "".
+    """Return the state of the run in `folder`, and the last line of its error message or "".
 
     The state is `finished`, `failed`, `unfinished` or `not begun`.
     """
@@ -96,7 +96,7 @@ def ended(folder: Path) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBudget:
-    """An amount of training, in minutes or in sampled tokens."""
+    """An amount of training after which runs are compared, in minutes or in sampled tokens."""
 
     unit: Unit
     amount: float
@@ -104,7 +104,7 @@ class TrainingBudget:
 
 @dataclass(frozen=True, slots=True)
 class TrialEvaluation:
-    """An evaluation on held-out tasks, with the amount of training before it."""
+    """An evaluation on held-out tasks: its success rate, and the amount of training before it."""
 
     step: int
     minutes: float
@@ -114,7 +114,7 @@ class TrialEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of an arm, which is a configuration trained with several seeds."""
+    """A run of an arm. An arm is one configuration that is trained with several seeds."""
 
     arm: str
     seed: int
@@ -125,19 +125,19 @@ class Trial:
     minutes: float | None
     """Training time in minutes, without evaluations."""
     tokens: float | None
-    """Number of sampled tokens that were trained on. None if it was not recorded."""
+    """Number of sampled tokens in the groups that were trained on. None if it was not recorded."""
     evaluations: tuple[TrialEvaluation, ...]
     """The evaluations that did not fail, in the order of their steps."""
     last: HeldOut | None
-    """The last evaluation, which may have failed. None if there is none."""
+    """The last evaluation, which may have failed. None without an evaluation."""
     series: Mapping[str, list[Point]]
-    """Values of each metric in `SERIES`, as pairs (step, value)."""
+    """Metric, one of `SERIES` -> its values as pairs (step, value)."""
     resets: int
-    """Number of times that the route (way to get `old_logp`) reset its moving average of the
-    weights.
+    """Number of times that the run reset its moving average of the weights, from which `old_logp`
+    can be computed.
     """
     launch: Row
-    """The line of `launches.jsonl` about the start of this run. Empty if there is none."""
+    """The line of `launches.jsonl` with the start of this run. Empty if there is none."""
 
     @property
     def finished(self) -> bool:
@@ -153,12 +153,14 @@ class Trial:
 
     @property
     def collapsed(self) -> bool:
-        """True if the success at the end is less than half of the best success."""
+        """True if the held-out success at the end is less than half of the best."""
         return self.final is not None and self.best is not None and self.final < self.best / 2
 
     @property
     def late(self) -> float | None:
-        """The mean success of training episodes over the last quarter of the steps."""
+        """The mean success of training episodes over the last quarter of the steps. None without a
+        step.
+        """
         values = [value for _, value in self.series[SUCCESS]]
         return _mean(values[-max(1, len(values) // 4) :])
 
@@ -166,13 +168,16 @@ class Trial:
         return _mean([value for _, value in self.series[name]])
 
     def total(self, unit: Unit) -> float | None:
-        """Return the training of the whole run in minutes or tokens. None if it is not known."""
+        """Return the amount of training in the whole run, in minutes or tokens. None if it is not
+        known.
+        """
         return self.minutes if unit == "minutes" else self.tokens
 
     def after(self, budget: TrainingBudget) -> float | None:
-        """Return the held-out success after an amount of training, interpolated linearly.
+        """Return the held-out success after the amount of training `budget`.
 
-        The result is None outside the range of the evaluations.
+        It is interpolated linearly between evaluations. None before the first and after the last
+        one.
         """
         return between(
             [
@@ -184,7 +189,7 @@ class Trial:
 
 
 def between(points: Sequence[Point], x: float) -> float | None:
-    """Return y at `x`, interpolated linearly between (x, y) points. None outside their range.
+    """Return y at `x`, interpolated linearly between `points` (x, y). None outside their range.
 
     >>> between([(0.0, 0.25), (2.0, 0.5), (4.0, 0.75)], 3.0), between([(0.0, 0.25)], 1.0)
     (0.625, None)
@@ -200,7 +205,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
-    """Read configuration, metrics and events of a run, which need not be finished."""
+    """Read a run of the configuration `arm` from its folder. The run need not be finished.
+
+    `launch` is the line of `launches.jsonl` with its start, or empty.
+    """
     state, error = ended(folder)
     run = RunFolder(folder) if (folder / CONFIG).is_file() else None
     config = run.config() if run else {}
@@ -238,7 +246,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
 
 
 def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, float]:
-    """Return the minutes of training up to each step, without the time of evaluations."""
+    """Return step -> minutes of training up to its end, without the time of evaluations."""
     timed = [
         (step_of(row), time) for row in rows if (time := number(row.get("time_s"))) is not None
     ]
@@ -253,11 +261,11 @@ def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, f
 def training_seconds(
     timed: Sequence[tuple[int, float]], spans: Iterable[tuple[Any, float, float]]
 ) -> dict[int, float]:
-    """Return the seconds of training up to each step, without evaluations.
+    """Return step -> seconds of training up to its end, without evaluations.
 
-    `timed` are steps with the seconds from the start of the run to their ends. `spans` are
-    activities: lane, start and end in seconds. Training begins at the time of step 0, or without it
-    at the first span of the lane `wait`. Evaluations must not overlap.
+    `timed` has pairs (step, seconds from the start of the run to its end). `spans` are activities:
+    lane, start and end in seconds. Training begins at the end of step 0. If there is no step 0, it
+    begins with the first span of the lane `wait`. Evaluations must not overlap.
 
     >>> training_seconds([(0, 2.0), (1, 5.0), (2, 9.0)], [("eval", 0.0, 2.0), ("eval", 5.0, 6.0)])
     {0: 0.0, 1: 3.0, 2: 6.0}
@@ -279,7 +287,7 @@ def training_seconds(
 
 
 def _sampled_tokens(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the number of sampled tokens in the groups that were trained on up to each step.
+    """Return step -> number of sampled tokens in all groups that were trained on up to this step.
 
     Episodes that a filter left out are counted. Groups that are replayed are counted once.
     """
@@ -308,16 +316,18 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A comparison of several configurations, read from its folder."""
+    """The runs of several configurations, called arms, that are compared."""
 
     name: str
     arms: tuple[ArmResult, ...]
     commands: tuple[str, ...]
     warnings: Mapping[str, Sequence[str]]
-    """The linter's warnings, by arm (configuration). Arms that were not checked are missing."""
+    """Arm (configuration) -> the linter's warnings about it. Arms that were not linted are
+    missing.
+    """
     reference_name: str = EXACT
     """Name of the arm (configuration) with which the others are compared. If no arm has this name,
-    the first arm takes its place.
+    the first arm is used.
     """
 
     @property
@@ -336,8 +346,8 @@ class Comparison:
     def budget(self, unit: Unit) -> TrainingBudget | None:
         """Return the largest amount of training, in `unit`, that all finished runs reached.
 
-        Runs that did not record it are left out. The result is None if no run recorded it, or if
-        the times of the runs cannot be compared.
+        Runs that did not record their amount are left out. Return None if no run recorded it, or if
+        `unit` is minutes and the times of the runs cannot be compared.
         """
         if unit == "minutes" and self.shared_machine:
             return None
@@ -345,12 +355,14 @@ class Comparison:
         return TrainingBudget(unit, min(totals)) if totals else None
 
     def not_comparable(self, unit: Unit) -> str:
-        """Return the reason why `budget` is None."""
+        """Return a sentence on why `budget` returns None for `unit`."""
         return UNCOUNTED if unit == "tokens" else self.shared_machine
 
     @property
     def shared_machine(self) -> str:
-        """The reason why the times of the runs cannot be compared. Empty if they can."""
+        """The reason why the times of the runs cannot be compared, such as a shared machine. Empty
+        if they can.
+        """
         jobs = [number(trial.launch.get("jobs")) for trial in self.finished]
         if not jobs:
             return "No run has finished."
@@ -369,15 +381,17 @@ class Comparison:
         return ""
 
     def launched(self, name: str) -> list[str]:
-        """Return the different values of a field of the lines in `launches.jsonl`, such as
-        `commit`.
+        """Return the different values that the runs have for the field `name` of `launches.jsonl`,
+        such as `commit`.
         """
         return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
 
     def pairs(self, arm: ArmResult, budget: TrainingBudget | None = None) -> list[float]:
-        """Return the differences in held-out success between runs of an arm and of the reference.
+        """Return the held-out success of each run of `arm` minus that of the reference with the
+        same seed.
 
-        An arm is a configuration. Runs with the same seed are compared.
+        An arm is a configuration. Success is that at the end of training, or after the amount
+        `budget`. Runs without a partner are left out.
         """
 
         def success(trial: Trial) -> float | None:
@@ -391,9 +405,11 @@ class Comparison:
         value: Callable[[Trial], float | None],
         reference_value: Callable[[Trial], float | None],
     ) -> list[float]:
-        """Return `value` of each run of a configuration minus `reference_value` of the reference's.
+        """Return `value` of each run of `arm` minus `reference_value` of the reference with the
+        same seed.
 
-        Both runs have the same seed. Seeds are left out if a run has not finished or has no value.
+        An arm is a configuration. A seed is left out if either run has not finished or has no
+        value.
         """
         reference = {trial.seed: reference_value(trial) for trial in self.reference.finished}
         values = [(value(trial), reference.get(trial.seed)) for trial in arm.finished]
@@ -402,30 +418,28 @@ class Comparison:
         ]
 
     def versus(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Return the mean difference in held-out success between an arm and the reference arm.
+        """Return the mean difference in held-out success between `arm` and the reference
+        configuration.
 
-        An arm is a configuration. Runs with the same seed are paired. None for the reference arm
-        itself, and without pairs.
+        Runs with the same seed are paired. Success is that at the end of training, or after the
+        amount `budget`. None for the reference itself, and without pairs.
         """
         return None if arm is self.reference else mean_over_seeds(self.pairs(arm, budget))
 
     def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Return the mean held-out success of a configuration (arm) over its seeds.
+        """Return the mean held-out success of the configuration `arm` over its seeds.
 
-        It is the success at the end of training, or with `budget`, that after this amount of
-        training.
+        It is that at the end of training, or after the amount `budget`. None if no run has a value.
         """
         return mean_over_seeds(_success(trial, budget) for trial in arm.finished)
 
     def settings(self, name: str) -> list[Any]:
-        """Return the different values that the option `name` has in the runs."""
+        """Return the different values that the option `name` has in the compared runs."""
         values = [flatten(trial.config).get(name) for trial in self.trials if trial.config]
         return list(dict.fromkeys(values))
 
     def differences(self, arm: ArmResult) -> dict[str, Any]:
-        """Return the options that differ between runs of the comparison, with their values in
-        `arm`.
-        """
+        """Return name -> value in `arm`, of the options that differ between the compared runs."""
         configs = [flatten(trial.config) for trial in self.trials if trial.config]
         options = next((flatten(trial.config) for trial in arm.trials if trial.config), {})
         return {
@@ -454,7 +468,9 @@ def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Read a comparison from its folder. Raises `ConfigError` if the folder has no runs of arms."""
+    """Read a comparison from its folder. Raises `ConfigError` if the folder is not that of a
+    comparison.
+    """
     path = folder / PLAN
     plan: Row = read_mapping(path) if path.is_file() else {}
     runs = {run["folder"]: (str(run["arm"]), int(run["seed"])) for run in plan.get("runs", [])}

@@ -41,7 +41,7 @@ HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of texts. `head` has the names of its columns."""
+    """A table of texts: the names of its columns, and rows of as many texts."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -57,7 +57,7 @@ def tenths(share: float | None) -> str:
 
 
 def spread(mean: SeedMean | None, show: Callable[[float], str] = tenths) -> str:
-    """Return a mean over seeds and its 95% interval as text. `show` formats each number.
+    """Return the mean and its 95% interval as text, or a dash for None. `show` formats each number.
 
     >>> spread(SeedMean(3, 0.7, 0.45, 0.95)), spread(SeedMean(1, 0.7, None, None)), spread(None)
     ('70.0% (45.0% to 95.0%)', '70.0%', '—')
@@ -79,7 +79,8 @@ def points(share: float) -> str:
 
 
 def points_with_interval(paired: PairedDifference, alpha: float) -> str:
-    """Return a mean difference of shares and its interval as text in percentage points.
+    """Return a mean difference of shares as text in percentage points, with its 1 - `alpha`
+    interval.
 
     >>> points_with_interval(PairedDifference(5, -0.02, 0.01), 0.05)
     '-2.0 (-3.2 to -0.8)'
@@ -91,11 +92,11 @@ UNITS: Mapping[Unit, tuple[str, str, Callable[[float], str]]] = {
     "tokens": ("At equal tokens", "sampled tokens", amount),
     "minutes": ("At equal wall-clock", "minutes of training", "{:.1f}".format),
 }
-"""For each unit of a training budget: heading, name in words, and number format."""
+"""Unit of an amount of training -> heading of its table, name in words, and number format."""
 
 
 def equal_steps(comparison: Comparison) -> Table:
-    """Return the table of success at the end of training, after equally many steps in all runs."""
+    """Return a table of the held-out success of each configuration after all steps of its runs."""
     head = ["arm", "runs", "held-out success", f"less {comparison.reference.name}, points", "pairs"]
     head += ["best", "rollouts, last quarter", "collapsed"]
     rows = []
@@ -120,10 +121,10 @@ def equal_steps(comparison: Comparison) -> Table:
 
 
 def equal(comparison: Comparison, unit: Unit) -> Table | None:
-    """Return the table of the configurations' success after equal amounts of training.
+    """Return a table of the held-out success of each configuration after equal amounts of training.
 
-    Success is measured on held-out tasks. The amount is the largest one in `unit` (tokens or
-    minutes) that all finished runs reached. None if there is no such amount.
+    The amount is the largest one in `unit` (tokens or minutes) that all finished runs reached. None
+    if there is no such amount.
     """
     budget = comparison.budget(unit)
     if budget is None:
@@ -141,7 +142,7 @@ def equal(comparison: Comparison, unit: Unit) -> Table | None:
 
 
 def lengths(comparison: Comparison) -> str:
-    """Return a sentence on how the number of sampled tokens differs between configurations."""
+    """Return a sentence on how the number of sampled tokens differs between the configurations."""
     means = []
     for arm in comparison.arms:
         tokens = mean_over_seeds(trial.tokens for trial in arm.finished)
@@ -157,9 +158,10 @@ def lengths(comparison: Comparison) -> str:
 
 
 def conduct(comparison: Comparison) -> Table:
-    """Return a table by configuration: mean staleness, and shares of kept, clipped, exact tokens.
+    """Return a table with a row per configuration: staleness, and shares of tokens kept by the
+    correction, stopped by the clip, and with exact `old_logp`.
 
-    If a run reset its moving average of weights, the table also has the mean number of resets.
+    If a run reset its moving average of the weights, the table also has the mean number of resets.
     """
     head = ["arm", "staleness", "kept", "clipped", "exact"]
     some_reset = any(trial.resets for trial in comparison.finished)
@@ -186,7 +188,9 @@ def _count(mean: SeedMean | None) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Return sentences on the best configuration, and on how each differs from the reference."""
+    """Return sentences on the configuration with the highest success, and on each one's difference
+    from the reference.
+    """
     ended = [(arm, success) for arm in comparison.arms if (success := comparison.success(arm))]
     if not ended:
         return ["No run has a held-out result."]
@@ -216,7 +220,9 @@ def findings(comparison: Comparison) -> list[str]:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Return reasons for caution: unfinished runs, a decaying learning rate, different code."""
+    """Return reasons to read a comparison with caution: unfinished runs, a decaying learning rate,
+    or different versions of the code.
+    """
     notes = []
     unfinished = [arm for arm in comparison.arms if len(arm.finished) < len(arm.trials)]
     if unfinished:
@@ -237,7 +243,9 @@ def remarks(comparison: Comparison) -> list[str]:
 
 
 def linted(comparison: Comparison) -> list[str]:
-    """Return the linter's warnings about the compared configurations."""
+    """Return the linter's warnings about the compared configurations, or a sentence that there are
+    none.
+    """
     warnings = grouped(comparison.warnings)
     unknown = [arm.name for arm in comparison.arms if arm.name not in comparison.warnings]
     if unknown:
@@ -250,7 +258,9 @@ def _all(comparison: Comparison, name: str) -> str:
 
 
 def provenance(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return recipe, tasks, commit, machine and versions with which the results were measured."""
+    """Return (name, value) pairs on how results were measured: recipe, tasks, commit, machine,
+    versions.
+    """
     facts = [
         (name, ", ".join(comparison.launched(name)) or "not recorded")
         for name in ("commit", "machine", "versions")
@@ -263,12 +273,12 @@ def provenance(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def tables(comparison: Comparison) -> str:
-    """Return the comparison as Markdown."""
+    """Return the page `compare.md`, with all tables of the comparison."""
     return render("compare.md", **_values(comparison))
 
 
 def _values(comparison: Comparison) -> dict[str, Any]:
-    """Return the values for the template of the Markdown tables."""
+    """Return the values with which the template `compare.md` is filled."""
     return {
         "comparison": comparison,
         "findings": findings(comparison),
@@ -287,7 +297,9 @@ def _values(comparison: Comparison) -> dict[str, Any]:
 
 
 def _held_out_tasks(comparison: Comparison) -> str:
-    """Return the numbers of held-out tasks, followed by `eval.tasks` if that differs."""
+    """Return the numbers of held-out tasks as text, followed by the option `eval.tasks` if it
+    differs.
+    """
     asked = _all(comparison, "eval.tasks")
     tasks = {trial.last.tasks for trial in comparison.trials if trial.last and trial.last.tasks}
     measured = ", ".join(map(str, sorted(tasks)))
@@ -365,7 +377,9 @@ def _data(trial: Trial) -> Mapping[str, Any]:
 
 
 def write_comparison(folder: Path) -> Path:
-    """Write Markdown tables and JSON results of a comparison. Return the path of the tables."""
+    """Write `compare.md` and `compare.json` to the folder of a comparison. Return the path of the
+    first.
+    """
     comparison = read_comparison(folder)
     for name, text in (
         (RESULTS, dumps(results(comparison), indent=2)),

@@ -10,12 +10,12 @@ from unstale.durability.run_folder import show_controls
 
 
 def printed(value: Any) -> Any:
-    """Return a value as templates print it.
+    r"""Return a value in the form in which templates show it.
 
-    Floats are short, None is empty, and control characters are visible.
+    Floats get six digits, None becomes "", and control characters become visible.
 
     >>> printed(1 / 3), printed(None), printed("a" + chr(7))
-    ('0.333333', '', 'a\\\\x07')
+    ('0.333333', '', 'a\\x07')
     """
     if value is None:
         return ""
@@ -37,14 +37,14 @@ _TEMPLATES = Environment(
 
 
 def render(template: str, **values: Any) -> Markup:
-    """Return a template of `templates/`, filled with these values."""
+    """Return the template of this name in `templates/`, filled with `values`."""
     return Markup(_TEMPLATES.get_template(template).render(values))
 
 
 def document(title: str, code: Code, **values: Any) -> Markup:
-    """Return the page of a run's report, `run.html`, with these values.
+    """Return the HTML page of a run's report: the template `run.html`, filled with `values`.
 
-    The page's content security policy admits only its styles and the script `code`.
+    The page's content security policy admits only its own styles and the script `code`.
     """
     return render("run.html", title=title, style=_marked(styles()), script=_marked(code), **values)
 

@@ -1,4 +1,4 @@
-"""The shares of the time in which trainer and engine worked and waited, for all pages of a run."""
+"""Compute the shares of a run's time in which its trainer and engine worked and waited."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +9,9 @@ from unstale.observe.words import Waiting, number, waiting
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity of a run with its start and end, in seconds since the run began.
+    """An activity of a run, with its start and end in seconds since the run began.
 
-    `lane` is the row of the timeline to which it belongs.
+    `lane` is the row of the timeline that shows it.
     """
 
     lane: str
@@ -32,8 +32,8 @@ LANES = (
 """Lanes (rows) of the timeline: recorded name, name on the page, and colour."""
 
 FIRST_OF_ALL = ("trainer", "old_logps", "wait", "eval", "publish", "checkpoint")
-"""Lanes (rows of the timeline) by priority. Time in which activities overlap counts for the first
-of their lanes here.
+"""Lanes (rows of the timeline) of the trainer's activities, by priority. Time in which activities
+overlap counts for the lane that comes first.
 """
 
 _WORK = {
@@ -43,39 +43,44 @@ _WORK = {
     "checkpoints": "Checkpointing",
     "evaluation": "Evaluation",
 }
-"""Possible bottlenecks, keys of `words.BOTTLENECKS`, by the activity's name on the page."""
+"""Name of an activity on the page -> its name as a bottleneck, a key of `words.BOTTLENECKS`."""
 
 MAX_SHARED = 4000
-"""Number of newest activities from which the shares are computed."""
+"""Largest number of activities, the newest ones, from which shares of time are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The shares of an interval in which the trainer and the engine were busy.
+    """The shares of time in which trainer and engine worked and waited.
 
-    The interval is from `begin` to `end`, in seconds since the start of the run.
+    They are of the time from `begin` to `end`, in seconds since the start of the run.
     """
 
     wait: Waiting
     trainer: Sequence[tuple[str, str, float]] = ()
-    """The activities of the trainer, as (name, colour, share of the time)."""
+    """The trainer's activities, as (name, colour, share of the time). Empty if none was
+    recorded.
+    """
     begin: float = 0.0
     end: float = 0.0
 
     @property
     def engine(self) -> list[tuple[str, str, float]]:
-        """The engine's activities, as (name, colour, share of the time). Empty if not known."""
+        """The engine's activities, as (name, colour, share of the time). Empty if its time is not
+        known.
+        """
         idle = self.wait.engine
         return [] if idle is None else [("generating", "engine", 1 - idle), ("idle", "wait", idle)]
 
 
 def pace_of(rows: Sequence[Mapping[str, Any]], spans: Sequence[Span], begin_s: float) -> Pace:
-    """Return the shares of time of a run, from its metrics and its activities.
+    """Return the shares of a run's time in which trainer and engine worked and waited.
 
-    `rows` are the metrics from step 1 on, and `begin_s` is the start of step 1. In a run of more
-    than two steps, the first is left out, because it waits for the first groups. Only the newest
-    `MAX_SHARED` activities are used. The trainer's shares are those of the activities, or of the
-    metrics if no activities were recorded.
+    `rows` are the metrics from step 1 on. `spans` are the recorded activities. `begin_s` is the
+    start of step 1, in seconds since the start of the run. With more than two steps, step 1 is left
+    out, because it waits for the first groups. Only the newest `MAX_SHARED` activities are used.
+    The trainer's shares are computed from activities, or from metrics if no activities were
+    recorded.
     """
     timed: Sequence[Mapping[str, Any]] = rows if len(rows) > 2 else [{"time_s": begin_s}, *rows]
     newest = sorted(spans, key=lambda span: span.end)[-MAX_SHARED:]
@@ -97,10 +102,11 @@ def pace_of(rows: Sequence[Mapping[str, Any]], spans: Sequence[Span], begin_s: f
 
 
 def time_shares(spans: Sequence[Span], begin: float, end: float) -> list[tuple[str, str, float]]:
-    """Return the share of the time from `begin` to `end` that each activity of the trainer took.
+    """Return the trainer's activities from `begin` to `end`, as (name, colour, share of the time).
 
-    An entry has the name of the activity, its colour and the share. Time in which activities
-    overlap counts for the first of them in `FIRST_OF_ALL`. Empty without an activity in the range.
+    Times are in seconds since the start of the run. Where activities overlap, the time counts for
+    the one that comes first in `FIRST_OF_ALL`. More than 0.5% of other time is the entry `other`.
+    Empty without an activity.
     """
     inside = [
         replace(span, start=max(span.start, begin), end=min(span.end, end))
@@ -120,9 +126,8 @@ def time_shares(spans: Sequence[Span], begin: float, end: float) -> list[tuple[s
 
 
 def _alone(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of each lane, without the time that a lane of higher priority covers.
-
-    `FIRST_OF_ALL` has the priorities.
+    """Return lane -> seconds of its activities in which no lane before it in `FIRST_OF_ALL` is
+    active.
 
     >>> spans = [Span("trainer", 0, 4, ""), Span("publish", 3, 6, ""), Span("publish", 5, 7, "")]
     >>> _alone(spans)["publish"]

@@ -1,8 +1,8 @@
 """Read the results of a study: a folder with one comparison for each of several settings.
 
-Every setting has the same arms (configurations). The p-values of planned differences are corrected
-for their number. For a difference that may be 0, the power of the test is computed. This module
-does not import torch.
+A comparison trains the same arms (configurations) in each setting. The p-values of planned
+differences are corrected for multiple tests. For a difference that may be 0, the power of the test
+is computed. This module does not import torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,38 +18,42 @@ from unstale.observe.statistics import PairedDifference, holm, paired_difference
 
 Measure = Literal["steps", "tokens", "minutes"]
 MEASURES: tuple[Measure, ...] = ("steps", "tokens", "minutes")
-"""Measures of the amount of training. Configurations (arms) are compared after equal amounts."""
+"""Measures of training: steps, sampled tokens or minutes. Arms (configurations) are compared after
+equal amounts of each.
+"""
 ALPHA = 0.05
 """Probability of finding a difference where there is none: in any of the planned differences
 together, or in a single difference that was not planned.
 """
 SOUGHT = 0.05
-"""Difference in success, as a share, for which the number of needed seeds is computed."""
+"""Difference between two success rates for which the number of needed seeds is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The success of an arm (configuration) in a setting, and its difference from the reference."""
+    """The held-out success of an arm (configuration) in a setting, and its difference from the
+    reference.
+    """
 
     setting: str
     arm: str
     measure: Measure
     success: SeedMean | None
     pairs: Sequence[float]
-    """Success of a run minus that of the reference's run with the same seed, by seed. Empty for the
+    """Success of each run minus that of the reference's run with the same seed. Empty for the
     reference.
     """
     paired: PairedDifference | None
-    """The mean of `pairs`. None if `pairs` has fewer than two different values."""
+    """The mean of `pairs` with its spread. None if `pairs` has fewer than two different values."""
     planned: bool
-    """True if the study's plan names this difference. `p` and `alpha` are then corrected for the
-    number of planned differences.
+    """True if the study's plan names this difference. `p` and `alpha` then account for the number
+    of planned differences.
     """
     alpha: float
-    """Probability with which the interval misses the true difference."""
+    """Probability with which `interval` misses the true difference."""
     p: float | None
-    """The p-value of no difference, adjusted by Holm's method if the difference is planned. None if
-    `paired` is None.
+    """The p-value of the hypothesis that there is no difference. It is adjusted by Holm's method if
+    the difference is planned. None if `paired` is None.
     """
 
     @property
@@ -66,17 +70,18 @@ class Difference:
 
     @property
     def detectable(self) -> float | None:
-        """The smallest true difference that this number of pairs finds with 80% power.
+        """The smallest true difference that as many pairs would detect with a probability of 80%.
 
-        None unless the interval contains 0.
+        None unless `interval` contains 0.
         """
         return self.paired.detectable(self.alpha) if self.paired and self.may_be_zero else None
 
     @property
     def seeds_needed(self) -> int | None:
-        """The number of pairs that finds a true difference of 5 points with 80% power.
+        """The number of pairs that would detect a true difference of `SOUGHT` with a probability of
+        80%.
 
-        None unless the interval contains 0.
+        None unless `interval` contains 0.
         """
         if not self.paired or not self.may_be_zero:
             return None
@@ -85,9 +90,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The mean difference of a configuration from the reference, over pairs of several settings.
+    """The mean difference of an arm (configuration) from the reference over the pairs of all
+    settings.
 
-    Pairs are taken as independent. So settings are weighted by their number of pairs.
+    Pairs are taken as independent, so a setting counts by its number of pairs.
     """
 
     arm: str
@@ -97,30 +103,33 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class StudySetting:
-    """A setting of a study, in which all configurations (arms) are compared.
+    """A setting of a study, in which all arms (configurations) are compared.
 
-    Settings differ in dials. A dial, such as the thresholds, is a choice between sets of options.
+    A setting chooses one position of each dial. A dial is a choice between sets of options, such as
+    the thresholds.
     """
 
     name: str
     positions: Mapping[str, str]
-    """Name of the dial (choice between sets of options) -> name of its position. Empty if the plan
-    of the study is missing.
+    """Name of a dial (choice between sets of options) -> name of its position in this setting.
+    Empty without a plan of the study.
     """
     comparison: Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResults:
-    """The results of a study."""
+    """The comparisons of all settings of a study, and the differences between their arms
+    (configurations).
+    """
 
     name: str
     settings: tuple[StudySetting, ...]
-    """The settings that have planned runs."""
+    """The settings with a planned comparison: their folder has `plan.json`."""
     num_settings: int
-    """Number of all settings in the study's file."""
+    """Number of settings that the study defines."""
     num_planned: int
-    """Number of planned differences, including those of settings without runs."""
+    """Number of planned differences, including those of settings that have not been run."""
     differences: tuple[Difference, ...]
     commands: tuple[str, ...]
 
@@ -130,7 +139,7 @@ class StudyResults:
 
     @property
     def arms(self) -> list[str]:
-        """The names of all arms (compared configurations), in the order of the settings."""
+        """The names of all compared configurations, in the order of the settings."""
         names = [arm.name for each in self.settings for arm in each.comparison.arms]
         return list(dict.fromkeys(names))
 
@@ -138,8 +147,10 @@ class StudyResults:
         return [each for each in self.differences if each.measure == measure]
 
     def pooled(self, measure: Measure) -> list["Pooled"]:
-        """Return the mean difference over all settings, of each arm (configuration) with pairs in
-        at least two.
+        """Return for each arm (configuration) its mean difference from the reference, over all
+        settings.
+
+        Arms are left out unless they have pairs in at least two settings.
         """
         found = []
         for arm in self.arms:
@@ -151,7 +162,7 @@ class StudyResults:
 
 
 def is_study_folder(folder: Path) -> bool:
-    """Return True if a folder is that of a study: it has folders of comparisons."""
+    """Return True if `folder` is that of a study, False for that of a single comparison."""
     plan = folder / PLAN
     if plan.is_file():
         return "settings" in read_mapping(plan)
@@ -159,9 +170,9 @@ def is_study_folder(folder: Path) -> bool:
 
 
 def read_results(folder: Path) -> StudyResults:
-    """Read the results of a study. Raises ConfigError if the folder has no comparisons.
+    """Read the results of a study. Raises `ConfigError` if the folder has no comparisons.
 
-    Without the plan of the study, all differences after equally many steps count as planned.
+    If the study has no plan, all differences after equally many steps count as planned.
     """
     path = folder / PLAN
     plan: Row = read_mapping(path) if path.is_file() else {}
@@ -207,9 +218,9 @@ def read_results(folder: Path) -> StudyResults:
 def _difference(
     setting: StudySetting, arm: ArmResult, measure: Measure, num_planned: int
 ) -> Difference:
-    """Return the difference of an arm (configuration) from the reference in a setting.
+    """Return the difference of `arm` (a configuration) from the reference, after equal training.
 
-    `num_planned` is the number of planned ones, or 0 if this one was not planned.
+    `num_planned` is the number of planned differences, or 0 if this one is not planned.
     """
     comparison = setting.comparison
     budget = None if measure == "steps" else comparison.budget(measure)
@@ -230,9 +241,8 @@ def _difference(
 
 
 def _adjusted(differences: Sequence[Difference], number: int) -> list[Difference]:
-    """Return the differences. The p-values of planned ones are adjusted by Holm's method.
-
-    `number` is the number of planned differences.
+    """Return `differences`, with the p-values of planned ones adjusted by Holm's method for
+    `number` tests.
     """
     planned = [
         index for index, each in enumerate(differences) if each.planned and each.paired is not None

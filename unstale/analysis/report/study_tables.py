@@ -40,9 +40,9 @@ HEADINGS: Mapping[Measure, str] = {
 
 
 def write_tables(folder: Path) -> Path:
-    """Write the tables of a comparison, or those of a study and its settings.
+    """Write the tables of a comparison, or of a study and each of its settings.
 
-    Return the path of the main tables.
+    Return the path of the Markdown page, `compare.md` or `study.md`.
     """
     if not is_study_folder(folder):
         return write_comparison(folder)
@@ -52,7 +52,7 @@ def write_tables(folder: Path) -> Path:
 
 
 def write_results(folder: Path) -> Path:
-    """Write Markdown tables and JSON results of a study. Return the path of the tables."""
+    """Write `study.md` and `study.json` to the folder of a study. Return the path of the first."""
     study = read_results(folder)
     for name, text in (
         (RESULTS, dumps(_json(study), indent=2)),
@@ -63,7 +63,7 @@ def write_results(folder: Path) -> Path:
 
 
 def _values(study: StudyResults) -> dict[str, Any]:
-    """Return the values for the template of the Markdown tables."""
+    """Return the values with which the template `study.md` is filled."""
     return {
         "study": study,
         "findings": findings(study),
@@ -77,7 +77,7 @@ def _values(study: StudyResults) -> dict[str, Any]:
 
 
 def _how(study: StudyResults) -> list[str]:
-    """Return sentences that explain the tables."""
+    """Return sentences that explain how the tables of a study are computed."""
     return [
         "Means over seeds with 95% intervals by Student's t. Differences are between runs with the "
         "same seed. A single value has no interval, and neither have values that are all equal.",
@@ -97,7 +97,9 @@ def _how(study: StudyResults) -> list[str]:
 
 
 def findings(study: StudyResults) -> list[str]:
-    """Return sentences on the significant planned differences, and on the power of the others."""
+    """Return sentences on the planned differences: the significant ones, and the power of the
+    others.
+    """
     planned = [each for each in study.differences if each.planned and each.paired]
     found = [each for each in planned if each.significant]
     sentences = [
@@ -120,9 +122,10 @@ def findings(study: StudyResults) -> list[str]:
 
 
 def differences(study: StudyResults, measure: Measure) -> Table:
-    """Return the table of all configurations (arms) in all settings, after equal training.
+    """Return a table with a row for each setting and arm: its success and difference from the
+    reference.
 
-    `measure` names the measure of training, such as tokens.
+    An arm is a configuration. They are compared after equal amounts of `measure`, such as tokens.
     """
     head = ["setting", "arm", "runs", "held-out success", f"less {study.reference}, points"]
     head += ["p", "power"]
@@ -145,7 +148,9 @@ def differences(study: StudyResults, measure: Measure) -> Table:
 
 
 def pooled(study: StudyResults, measure: Measure) -> Table:
-    """Return the table of the configurations' mean differences, over pairs of several settings."""
+    """Return a table of each configuration's mean difference from the reference over several
+    settings.
+    """
     head = ("arm", "settings", "pairs", f"less {study.reference}, points", "p", "power")
     rows = []
     for each in study.pooled(measure):
@@ -163,14 +168,16 @@ def _runs(number: int, pairs: int) -> str:
 
 
 def _difference(each: Difference) -> str:
-    """Return a difference and its interval in percentage points."""
+    """Return a difference in percentage points with its interval, as text."""
     if each.paired is None:
         return points(each.pairs[0]) if each.pairs else NONE
     return points_with_interval(each.paired, each.alpha)
 
 
 def _power(each: Difference) -> str:
-    """Return as text the detectable difference, and the number of pairs that detects `SOUGHT`."""
+    """Return as text the difference that can be detected, and the number of pairs to detect
+    `SOUGHT`.
+    """
     if each.detectable is None:
         return NONE
     return f"{_size(each.detectable)} ({each.seeds_needed:,} pairs)"
@@ -197,7 +204,7 @@ def _p_value(p: float) -> str:
 
 
 def _missing(study: StudyResults, measure: Measure) -> str:
-    """Return the reason why there is no comparison by a measure. Empty if there is one."""
+    """Return a sentence on why no arms are compared by `measure`. Empty if some are."""
     if any(each.success for each in study.at(measure)):
         return ""
     if measure == "steps":
@@ -206,7 +213,9 @@ def _missing(study: StudyResults, measure: Measure) -> str:
 
 
 def _remarks(study: StudyResults) -> list[str]:
-    """Return reasons for caution: settings without runs, and unfinished runs."""
+    """Return reasons to read the results with caution: settings without runs, and unfinished
+    runs.
+    """
     trials = [trial for each in study.settings for trial in each.comparison.trials]
     num_finished = sum(trial.finished for trial in trials)
     notes = []
@@ -218,7 +227,9 @@ def _remarks(study: StudyResults) -> list[str]:
 
 
 def _provenance(study: StudyResults) -> list[tuple[str, str]]:
-    """Return recipe, tasks, commit, machine and versions, each with its different values."""
+    """Return (name, values) pairs on how results were measured: recipe, tasks, commit, machine,
+    versions.
+    """
     found: dict[str, dict[str, None]] = {}
     for each in study.settings:
         if not each.comparison.finished:
@@ -229,7 +240,7 @@ def _provenance(study: StudyResults) -> list[tuple[str, str]]:
 
 
 def _json(study: StudyResults) -> Mapping[str, Any]:
-    """Return all differences, with their tests and power, for `study.json`."""
+    """Return the content of `study.json`: all differences, with their tests and power."""
     fields = ("setting", "arm", "measure", "planned", "success", "pairs", "alpha", "p", "interval")
     more = ("significant", "detectable", "seeds_needed")
     return {

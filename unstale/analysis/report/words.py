@@ -1,7 +1,7 @@
-"""Sentences for the pages of a run: figures and the two policy ratios.
+"""Texts for the pages of a run: its key figures, and the meaning of the two policy ratios.
 
 For each token, log D = old_logp - behavior_logp and log S = logp - old_logp. A route is a method to
-compute old_logp.
+compute `old_logp`.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,20 +46,23 @@ MEANS = {
     "log_d": "correction/log_d_abs_mean",
     "log_s": "objective/log_s_abs_mean",
 }
-"""Key figures that are means of a metric over the steps of a run -> the metric."""
+"""Name of a key figure -> the metric of which it is the mean over the steps."""
 
 
 def is_exact(setting: Any) -> bool:
-    """Return True if a run's `old_logp` of each token is that of the weights which sampled it.
+    """Return True if a run computes `old_logp` of each token with the weights that sampled it.
 
-    `setting(name)` returns the value of an option in a run folder. For a configuration in memory,
+    `setting(name)` returns the value of one of the run's options. For a configuration in memory,
     use `OldLogpsConfig.exact`.
     """
     return (setting("old_logps.fallback") or setting("old_logps.route")) in exact_routes()
 
 
 def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return two sentences on what log D and log S contain with a way to get `old_logp` (route)."""
+    """Return two sentences on what log D and log S measure when `route` computes `old_logp`.
+
+    `exact` is True if the route uses the weights that sampled each token.
+    """
     if exact:
         return (
             "log D compares engine and trainer with the same weights. It shows differences in "
@@ -80,7 +83,10 @@ def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
 
 
 def meanings(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return in words what D and S contain with a route, which is the way to get `old_logp`."""
+    """Return in a few words what D and S contain when `route` computes `old_logp`.
+
+    `exact` is True if the route uses the weights that sampled each token.
+    """
     if exact:
         return "discrepancy", "staleness"
     if route == "rollout":

@@ -9,6 +9,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from unstale.engines.embedded.runner import check_update, tied_parameters
+from unstale.kept_sets import KeptSets
 from unstale.model.experts import routed_layers
 from unstale.model.loading import load_model
 from unstale.model.lora import Base, Merging
@@ -66,19 +67,33 @@ class ReferenceModel:
 
     @torch.no_grad()
     def logps(
-        self, weights: Mapping[str, Tensor], tokens: Sequence[int], *, temperature: float
+        self,
+        weights: Mapping[str, Tensor],
+        tokens: Sequence[int],
+        *,
+        temperature: float,
+        kept_sets: KeptSets | None = None,
     ) -> Tensor:
         """Return the log-probabilities in nats of all `tokens` except the first, `[T - 1]`, on the
         CPU.
 
-        `weights` must be a result of `cast`.
+        `weights` must be a result of `cast`. `kept_sets` are those of the last tokens, over which
+        their log-probabilities are taken.
         """
         device = next(iter(weights.values())).device
         row = torch.tensor([tokens], device=device)
         buffers = {name: buffer.to(device) for name, buffer in self._buffers.items()}
         state = {**buffers, **weights}
         logits = functional_call(self._model, state, (row,), {"use_cache": False}).logits[0, :-1]
-        logps = (logits.float() / temperature).log_softmax(-1)
+        scaled = logits.float() / temperature
+        if kept_sets is not None:
+            sizes, ids = kept_sets.to_tensors()
+            before = len(scaled) - len(kept_sets)
+            cut = torch.ones(scaled.shape, dtype=torch.bool)
+            cut[:before] = False
+            cut[before + torch.repeat_interleave(sizes), ids.long()] = False
+            scaled = scaled.masked_fill(cut.to(device), -torch.inf)
+        logps = scaled.log_softmax(-1)
         return logps.gather(1, row[0, 1:, None]).squeeze(1).cpu()
 
 

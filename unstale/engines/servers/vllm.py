@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -49,6 +50,7 @@ from unstale.engines.vllm_transfer import (
     send,
     update_request,
 )
+from unstale.kept_sets import KeptSets
 from unstale.model.lora import write_adapter
 from unstale.threads import in_thread
 
@@ -80,6 +82,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs
     weight_versions: list[VersionSpan] | None
     finish_reason: str
+    sampling_mask: list[list[int]] | None = None
     routed_experts: msgspec.Raw = msgspec.Raw(NO_EXPERTS)
 
 
@@ -126,6 +129,11 @@ class VllmEngine(RemoteEngine):
                 f"engine.quantise = {options.quantise} with vLLM needs a GPU, or a CPU with AMX, "
                 "and this machine has neither: set engine.backend = embedded or engine.quantise = "
                 "none"
+            )
+        if options.truncation and not options.url and not torch.cuda.is_available():
+            raise ValueError(
+                f"{options.truncation} with vLLM needs a GPU, and this machine has none: vLLM "
+                "returns kept sets only there. Set engine.backend = embedded"
             )
         super().__init__(options, None if options.url else VllmServer(options, extension))
 
@@ -182,6 +190,10 @@ class VllmEngine(RemoteEngine):
             "logprobs": 0,
             "detokenize": False,
         }
+        if self.options.truncation:
+            # A server that returns sets accepts no temperature of 0.
+            greedy = {"temperature": 1.0, "top_k": 1}
+            sampling |= params.truncation._asdict() if params.temperature else greedy
         if self.options.record_experts:
             sampling["routed_experts_prompt_start"] = params.first_routed(self._version)
         return {"request_id": request_id, "token_ids": list(tokens), "sampling_params": sampling}
@@ -196,6 +208,7 @@ class VllmEngine(RemoteEngine):
             logp_tokens=tuple([token.token_id for token in content]),
             versions=tuple((span.version, span.end) for span in choice.weight_versions or ()),
             finish_reason=choice.finish_reason,
+            kept_sets=None if (sets := choice.sampling_mask) is None else KeptSets.of_lists(sets),
             cached_tokens=prompt_details.cached_tokens or 0,
             routed_experts=memoryview(choice.routed_experts),
         )
@@ -455,4 +468,4 @@ def make_engine(options: EngineOptions) -> Engine:
     return NcclVllmEngine(options) if options.transfer == "nccl" else VllmEngine(options)
 
 
-SPEC = EngineSpec(make_engine, deltas_in_parts=True, unmerged=True)
+SPEC = EngineSpec(make_engine, deltas_in_parts=True, unmerged=True, keeps_sets=True)

@@ -1,11 +1,11 @@
-"""Customer-service desks: an agent with tools, a policy and a simulated customer.
+"""Customer-service desks: the policy serves a simulated customer, with tools and by fixed rules.
 
-A desk is a `Domain`: its records, tools, rules, requests and words. This package has the parts that
-all desks share: the database, tool calls, the customer, the scripted expert and the reward.
+A desk is a `Domain`: its records, tools, rules, requests and wordings. This package has what all
+desks share: the database, tool calls, the customer, a scripted expert and the reward.
 
-The reward is 1 if the database at the end is as the policy requires. A scripted expert succeeds in
-every episode. Agents that ignore the answers, and always make the same call or a random one,
-succeed in less than 15% (`benchmarks/desks_degenerate.py`). Refusing a request or handing it over
+The reward is 1 if the database ends as the rules require. The scripted expert always succeeds. An
+agent that ignores the customer and always makes the same call, or a random one, succeeds in less
+than 15% of episodes (`benchmarks/desks_degenerate.py`). Refusing a request or handing it to a human
 changes the database, so it is right only where the rules require it.
 """
 
@@ -30,8 +30,10 @@ from unstale.records import Task
 
 
 class DeskTasks(NumberedTasks):
-    """The tasks of a customer-service desk. Tool calls take `latency_s` seconds on average
-    (log-normal).
+    """The tasks of a customer-service desk.
+
+    A tool call takes `latency_s` seconds on average. `latency_sigma` is the standard deviation of
+    the logarithm of this time.
     """
 
     def __init__(
@@ -57,11 +59,11 @@ class DeskTasks(NumberedTasks):
         self.tools: tuple[Mapping[str, Any], ...] = tuple(map(domain.tools.schema, names))
 
     def scenario(self, task: Task) -> Scenario:
-        """Return the customer, requests and database of a task, for the expert and for tests."""
+        """Return the customer, the requests and the database of a task."""
         return self.domain.scenario(self.level, task.split, task.index)
 
     def text(self, task: Task) -> str:
-        """Return the words with which the customer makes the first request."""
+        """Return the customer's first message."""
         return Customer(self.scenario(task)).opening()
 
     def env(self, task: Task, seed: int) -> "DeskEnv":
@@ -70,13 +72,12 @@ class DeskTasks(NumberedTasks):
 
 
 def _delays(mean_s: float, sigma: float, random: Random) -> Iterator[float]:
-    """Yield log-normal delays in seconds, with mean `mean_s`."""
     while mean_s:
         yield mean_s * math.exp(random.gauss(0, sigma) - sigma**2 / 2)
 
 
 class DeskEnv:
-    """The environment of one episode, in which the agent serves one customer."""
+    """The environment of one episode, in which the policy serves one customer."""
 
     def __init__(self, scenario: Scenario, delays: Iterator[float]) -> None:
         self.replaying = False
@@ -122,9 +123,8 @@ class DeskEnv:
         return answer
 
     def _check_allowed(self, tool: str) -> None:
-        """Raise `DeskError` if the agent may not call this tool.
-
-        It may not if the tool belongs to another level, or if the customer is not identified yet.
+        """Raise `DeskError` if the tool belongs to another level, or the customer is not identified
+        yet.
         """
         names = self.scenario.domain.tool_names(self.scenario.level)
         if tool not in names:
@@ -156,7 +156,7 @@ class DeskConfig(TaskConfig):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the customer-service desks whose tasks these are."""
+        """The names of the desks that these tasks belong to: one."""
         return (self.env,)
 
     @property
@@ -165,7 +165,7 @@ class DeskConfig(TaskConfig):
 
 
 def desk_spec(domain: Domain) -> EnvSpec:
-    """Return the declaration of a customer-service desk as an environment."""
+    """Return the declaration by which `task.env` can name a desk."""
     return EnvSpec(domain.name, partial(_make, domain), DeskConfig)
 
 
@@ -179,7 +179,7 @@ def _make(domain: Domain, options: DeskConfig) -> DeskTasks:
 
 
 def shipped_desks(**options: Any) -> dict[str, DeskTasks]:
-    """Return the task sets of all customer-service desks in this package, by name.
+    """Return name -> task set, for all desks of this package.
 
     `options` are fields of `DeskConfig`.
     """
@@ -192,5 +192,5 @@ def shipped_desks(**options: Any) -> dict[str, DeskTasks]:
 
 
 def desk_names() -> tuple[str, ...]:
-    """Return the names of the customer-service desks of this package."""
+    """Return the names of all desks of this package."""
     return tuple(name for name, spec in shipped_envs().items() if spec.options is DeskConfig)

@@ -1,4 +1,4 @@
-"""The simulated customer. It answers in randomly chosen words, and leaves when done or annoyed."""
+"""The simulated customer, who chooses among given wordings, and leaves when served or annoyed."""
 
 from random import Random
 
@@ -9,30 +9,29 @@ PATIENCE = 3
 
 
 class Customer:
-    """A simulated customer with one or two requests.
-
-    The words depend only on the task's scenario.
-    """
+    """A simulated customer with one or two requests. The words follow from the scenario's seed."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._facts = {"email": EMAIL, **scenario.domain.facts}
         self._is_terse = scenario.level == 1
         self._current = 0
-        """Index of the request about which the customer is talking."""
+        """Index of the request that the customer is making."""
         self._answered: set[str] = set()
         self._unhelpful = 0
         self.gone = False
 
     def opening(self) -> str:
-        """Return the words with which the customer makes the current request."""
+        """Return the customer's words for the current request."""
         wish = self._scenario.domain.wishes[self._scenario.requests[self._current].wish]
         return self._choose("wish", wish.terse if self._is_terse else wish.free)
 
     def answer(self, text: str, *, writes: int) -> str:
-        """Return the customer's answer to a text of the agent.
+        """Return the customer's answer to a message of the policy.
 
-        `writes` is the number of changes that the agent has made to the database.
+        `writes` is the number of changes that the policy has made to the database. A question gets
+        the fact that it asks for. On any other message, the customer asks for help until the
+        current request has led to a change.
         """
         if "?" in text:
             return self._answer_question(text.lower())
@@ -65,9 +64,8 @@ class Customer:
         return answer
 
     def _be_unhelped(self, text: str, farewell: str = "Bye.") -> str:
-        """Count an unhelpful reply.
-
-        Return the answer `text`, or leave with `farewell` after too many.
+        """Count an unhelpful message. Return `text`, or after `PATIENCE` of them leave with
+        `farewell`.
         """
         self._unhelpful += 1
         self.gone = self._unhelpful >= PATIENCE

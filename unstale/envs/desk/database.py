@@ -1,4 +1,4 @@
-"""The database of a customer-service desk: records by type and number, and their texts in tools."""
+"""The database of a customer-service desk, and the texts in which tools show its records."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 
 class Record(Protocol):
-    """An immutable record of the database. Its number is `id`."""
+    """An immutable record of the database. `id` is its number."""
 
     @property
     def id(self) -> str: ...
@@ -17,7 +17,7 @@ R = TypeVar("R", bound=Record)
 
 
 class DeskError(Exception):
-    """Error of a tool call that is not possible. The agent receives its text."""
+    """Error: a tool call is not possible. The policy gets the text as the call's result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,71 +35,70 @@ class User:
     payments: tuple[Payment, ...] = ()
 
     def require_payment(self, number: str) -> None:
-        """Raise `DeskError` unless the customer has the payment method with this number."""
+        """Raise `DeskError` unless the user has the payment method with this number."""
         if number not in {payment.id for payment in self.payments}:
             raise DeskError(f"no payment method {number}")
 
     def payment_of(self, kind: str) -> str:
-        """Return the id of the customer's first payment method whose kind is `kind`."""
+        """Return the number of the user's payment method of this kind."""
         return next(payment.id for payment in self.payments if payment.kind == kind)
 
     def payment_rows(self) -> list[dict[str, Any]]:
-        """Return the payment methods as a tool shows them."""
+        """Return the payment methods as JSON records, for the result of a tool."""
         return [{"payment_id": int(each.id), "kind": each.kind} for each in self.payments]
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Notes about the case with this number: refusals, and the transfer to a human."""
+    """What was noted about a case, the record with number `id`: refusals, and a handover to a
+    human.
+    """
 
     id: str
     refused: tuple[str, ...] = ()
-    """Reasons of the requests that were refused, sorted."""
+    """The reasons for which requests about the case were refused, sorted."""
     handed_over: bool = False
 
 
 @dataclass(slots=True)
 class Desk:
-    """The database of one episode. The reward compares its end state with that which the rules
+    """The database of one episode. The reward compares its last state with the one that the rules
     require.
 
-    `desk[Order]` is the table of all records of type `Order`, by number.
+    `desk[Order]` is number -> record, for the records of type `Order`.
     """
 
     terse: bool = True
-    """True if tools answer in short lines instead of JSON."""
+    """True if tools answer in short lines, False if in JSON."""
     tables: dict[type, dict[str, Any]] = field(default_factory=dict)
     writes: list[str] = field(default_factory=list)
-    """Names of the calls that changed the database, in order."""
+    """Names of the tool calls that changed the database, in order."""
 
     def __getitem__(self, kind: type[R]) -> dict[str, R]:
         return self.tables.setdefault(kind, {})
 
     def get(self, kind: type[R], number: str) -> R:
-        """Return a record. Raises `DeskError` if the number does not exist."""
+        """Return the record of a type with this number. Raises `DeskError` if there is none."""
         if number not in self[kind]:
             raise DeskError(f"no {kind.__name__.lower()} {number}")
         return self[kind][number]
 
     def put(self, record: Record) -> None:
-        """Add a record, or replace the one with the same number."""
+        """Add a record, or replace the one of its type with the same number."""
         self[type(record)][record.id] = record
 
     def note(self, number: str) -> Note:
-        """Return the notes about a case. They are empty if there are none yet."""
+        """Return what was noted about the case with this number. Empty if nothing was."""
         return self[Note].get(number, Note(number))
 
     def copy(self) -> "Desk":
-        """Return a copy whose list of writes is empty.
-
-        It shares the records, which are immutable.
-        """
+        """Return a copy with the same records, which are immutable, and without `writes`."""
         return Desk(self.terse, {kind: dict(table) for kind, table in self.tables.items()})
 
     def changes(self, other: "Desk") -> dict[tuple[type, str], tuple[Any, Any]]:
-        """Return the records in which two databases differ, as `(mine, other)` by type and number.
+        """Return (type, number) -> (own record, record of `other`), where the two databases differ.
 
-        A record that does not exist is None.
+        A record is None if a database does not have it.
         """
         mine, theirs = (
             {(kind, key): row for kind, table in desk.tables.items() for key, row in table.items()}
@@ -117,14 +116,14 @@ class Desk:
 
 
 def with_record(records: Iterable[R], changed: R) -> tuple[R, ...]:
-    """Return the records with `changed` in place of the record that has the same number."""
+    """Return the records, with `changed` in place of the one with the same number."""
     return tuple(changed if each.id == changed.id else each for each in records)
 
 
 def numbered(text: str, what: str) -> str:
-    """Return the number in a text of the customer. Raises `DeskError` unless it has 2 or 4 digits.
+    """Return `text` if it is a number of 2 or 4 digits. Otherwise raise `DeskError`.
 
-    `what` names the numbered thing in the error.
+    The error says that there is no `what` with this number.
     """
     if not (len(text) in (2, 4) and text.isascii() and text.isdigit()):
         raise DeskError(f"no {what} {text}")
@@ -132,11 +131,10 @@ def numbered(text: str, what: str) -> str:
 
 
 def short_line(record: Mapping[str, Any]) -> str:
-    """Return a record in few tokens. None and False are left out.
+    """Return a record as a short line of text. None and False are left out.
 
-    Each name and number follows a space, and a number follows its name. Calls and the customer's
-    answers are written the same way. So the tokenizer makes the same token of a name or number
-    everywhere, and the policy can copy it.
+    A name or number always follows a space, and a number follows its name, as in tool calls and in
+    the customer's messages. So it has the same tokens everywhere, and the policy can copy it.
 
     >>> short_line({"fare": "flex", "bags": [{"id": 34, "name": "Ada", "paid": True}], "seat": 5})
     'flex; bags: paid Ada 34; seat 5'
@@ -157,7 +155,9 @@ def short_line(record: Mapping[str, Any]) -> str:
 
 
 def _words(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of a row's values that are True, then its texts, then its numbers."""
+    """Return a record's words: the names of the values that are True, then the texts, then the
+    numbers.
+    """
     marks = [key.replace("_", " ") for key, value in row.items() if value is True]
     texts = [value for value in row.values() if isinstance(value, str)]
     return marks + texts + [str(number) for number in row.values() if type(number) is int]

@@ -1,4 +1,4 @@
-"""The declaration of a customer-service desk: its records, tools, rules, requests and words."""
+"""The declaration of a customer-service desk: its records, tools, rules, requests and wordings."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,39 +11,45 @@ from unstale.envs.desk.draw import Draw
 from unstale.envs.desk.tools import Toolbox
 
 LEVELS = (1, 2, 3)
-"""Levels of difficulty. 1 has short lines and one request, for the demo. 2 has free wording, JSON
-records and all rules, which are in the prompt. 3 is like 2, but some customers have a second
-request, and the agent must identify the customer: other calls are errors until `find_user` was
-called with the customer's email (`retail` does not check that).
+"""Levels of difficulty. At 1, texts are short and there is one request. At 2, customers speak
+freely, records are JSON, and the system prompt has all rules. 3 is like 2, but some customers have
+a second request, and the policy must first identify the customer: until it calls `find_user` with
+the customer's email, other calls are errors (except with `Domain.earlier_replies`).
 """
 
 Call = tuple[str, dict[str, str]]
-"""A tool call: its name and its arguments."""
+"""A tool call: (name, arguments)."""
 Step = str | Call
-"""One step of the scripted expert: a tool call, or a kind of fact that it asks the customer for."""
+"""One step of the scripted expert: a tool call, or the kind of fact that it asks the customer
+for.
+"""
 Ignores = Callable[[str], bool]
-"""A function of a rule's name. It returns True if the expert does not follow the rule this time."""
+"""A function of a rule's name that returns True if the expert breaks this rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A kind of fact that the customer knows. In an answer, `{}` stands for the fact."""
+    """A kind of fact that a customer may be asked for."""
 
     question: str
-    """The question with which the scripted expert asks for the fact."""
+    """The scripted expert's question for the fact."""
     heard: tuple[str, ...]
-    """Words by which the customer recognises a question about this fact, also as a plural.
-    Questions for the number of the case need no words here.
+    """Words, also in the plural, that make a question one about this fact. For the number of the
+    case, such words are built in.
     """
     terse: tuple[str, ...]
-    """The customer's answers at level 1, of which one is drawn."""
+    """The customer's answers at level 1. One is drawn, and `{}` is replaced by the fact."""
     free: tuple[str, ...]
-    """The customer's answers at the levels 2 and 3, in freer words, of which one is drawn."""
+    """The customer's answers at levels 2 and 3, in freer words. One is drawn, and `{}` is replaced
+    by the fact.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The words with which a customer makes a kind of request."""
+    """Wordings of a request at level 1 (`terse`) and above (`free`). The customer uses a random
+    one.
+    """
 
     terse: tuple[str, ...]
     free: tuple[str, ...]
@@ -67,24 +73,21 @@ REFUND_TO = Fact(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that a customer makes."""
+    """One request of the customer."""
 
     kind: str
     wish: str
     case: str
-    """Number of the record that the request is about."""
+    """Number of the case: the record that the request is about."""
     wants: Mapping[str, str] = field(default_factory=dict)
-    """The values that the customer means, by name, such as the number of an item."""
+    """Name -> value that the customer means, such as the number of an item."""
     known: Mapping[str, str] = field(default_factory=dict)
-    """The customer's answers in words, by kind of fact."""
+    """Kind of a fact -> what the customer answers when asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The facts of one task: the customer, the requests and the database.
-
-    `desk` is the database at the start of an episode, which copies it.
-    """
+    """One task: the customer, the requests and the database `desk` at the start of an episode."""
 
     domain: "Domain"
     level: int
@@ -94,7 +97,7 @@ class Scenario:
     seed: int
 
     def known_facts(self, request: Request) -> dict[str, str]:
-        """Return what the customer can answer about a request, by kind of fact."""
+        """Return kind of a fact -> what the customer answers, for all facts about this request."""
         facts = {"email": self.user.email} if self.level > 2 else {}
         return {**facts, self.domain.tools.case_name: request.case, **request.known}
 
@@ -103,62 +106,60 @@ class Scenario:
 class Domain:
     """The declaration of a customer-service desk.
 
-    A case is the record that a request is about, and `case` is its type.
+    A case is the record that a request is about. `case` is its type.
     """
 
     name: str
     case: type[Record]
     tools: Toolbox
-    """The tools of the desk. One of them is `get_<case>`, which returns the record of a case."""
+    """The desk's tools. `get_<case>` must be one of them and return the record of a case."""
     kinds: Mapping[str, float]
-    """Share of each kind of request. A kind with the name of the special account is a request of a
-    customer who has that account. The case of such a request must be handed over.
+    """Kind of a request -> its share of all requests. A kind with the name of the special account
+    (see `accounts`) means that the customer has this account, so that the case must be handed over.
     """
     handed_over: tuple[str, ...]
-    """Further kinds of requests whose case a human must take over, besides those of special
-    accounts. Such a request is the customer's last.
+    """Kinds of requests whose case must be handed to a human, besides those of special accounts.
+    Such a request comes last.
     """
     wishes: Mapping[str, Wish]
     facts: Mapping[str, Fact]
-    """The kinds of facts, in the order in which the customer tries to recognise a question."""
+    """Kind of a fact -> the fact, in the order in which a question is compared with them."""
     brief: str
-    """The system prompt at level 1. It is short, because a small base model already knows the
-    rules.
+    """The system prompt at level 1. It is short, because a small base model has learnt the rules
+    already.
     """
     policy: str
-    """The system prompt at the levels 2 and 3, with the rules and the placeholder `{identify}`."""
+    """The system prompt at levels 2 and 3. It has the rules, and the placeholder `{identify}`."""
     add_stock: Callable[[Draw], None]
-    """A function that adds the records that belong to no customer, such as the items of a shop."""
+    """A function that adds records of no customer to the database, such as a shop's items."""
     draw_case: Callable[[Draw, User], Any]
-    """A function that returns a random case of a user, which is not in the database yet."""
+    """A function that returns a random case of a user, without adding it to the database."""
     draw_request: Callable[[Draw, str, User], Request]
-    """A function that returns a random request of a kind. It adds a case that fits it to the
+    """A function that returns a random request of this kind by this user, and adds its case to the
     database.
     """
     decide: Callable[[Scenario, Request, Ignores], list[Step]]
-    """A function that returns the expert's steps after it has read the case. The last step is the
-    call that the rules require. The number of the case may be left out of arguments.
+    """A function that returns the expert's steps after reading the case. The last step must be the
+    call that the rules require. Arguments may leave out the case's number.
     """
     faults: Sequence[str]
-    """Names of the rules that `decide` can ignore, in addition to `account`."""
+    """Names of the rules that the expert can break in `decide`. The rule `account` is built in."""
     accounts: tuple[str, str] = ("personal", "business")
-    """The usual kind of account, and the special kind."""
+    """The usual and the special kind of account."""
     payments: Sequence[str] = ()
-    """Payment methods, if customers have any. Each customer has the first and one of the others."""
+    """Kinds of payment methods. Each customer has the first one and one of the others. May be
+    empty.
+    """
     earlier_replies: bool = False
-    """True for the behaviour of earlier releases: every tool can be called at every level, also
-    before the customer is identified, and the customer recognises words inside of other words.
+    """True for the behaviour of earlier releases: all tools may be called at every level and before
+    the customer is identified, and words count even inside of other words.
     """
 
     def tool_names(self, level: int) -> tuple[str, ...]:
-        """Return the names of the tools of a level."""
         return tuple(name for name in self.tools.tools if level > 2 or name != "find_user")
 
     def heard(self, kind: str, text: str) -> bool:
-        """Return True if the customer recognises `text` as a question about this kind of fact.
-
-        `text` is in lower case.
-        """
+        """Return True if `text`, in lower case, is a question about this kind of fact."""
         words = EMAIL.heard if kind == "email" else self.facts[kind].heard
         if self.earlier_replies:
             return any(word in text for word in words)
@@ -168,7 +169,6 @@ class Domain:
         return re.search(rf"\b(?:{'|'.join(map(re.escape, words))})s?\b", text) is not None
 
     def prompt(self, level: int) -> str:
-        """Return the system prompt of a level."""
         if level == 1:
             return self.brief
         if level == 2:
@@ -180,7 +180,7 @@ class Domain:
         )
 
     def scenario(self, level: int, split: str, index: int) -> Scenario:
-        """Return the scenario of a task, which depends only on the arguments."""
+        """Return the scenario of a task, which follows from these arguments."""
         random = Random(f"{self.name}/{level}/{split}/{index}")
         draw = Draw(random, level)
         desk = draw.desk
@@ -203,10 +203,10 @@ class Domain:
         return Scenario(self, level, desk, customer, requests, random.getrandbits(32))
 
     def steps(self, scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-        """Return the expert's steps after it has read the case.
+        """Return the expert's steps after reading the case: kinds of facts to ask for, and tool
+        calls.
 
-        The steps are texts and tool calls with all their arguments. `ignores` decides which rules
-        the expert does not follow.
+        `ignores` returns True for the rules that the expert breaks.
         """
         if scenario.user.account == self.accounts[1] and not ignores("account"):
             steps: list[Step] = [("hand_over", {})]
@@ -221,5 +221,5 @@ class Domain:
 
 
 def refuse(reason: str) -> Call:
-    """Return the tool call that refuses a request for this reason."""
+    """Return the tool call that refuses a request, for this reason."""
     return "refuse", {"reason": reason}

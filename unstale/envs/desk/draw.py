@@ -1,4 +1,4 @@
-"""The random numbers and customers of a scenario, which is one customer-service task."""
+"""The random choices and the customers of one scenario, which is one customer-service task."""
 
 from collections.abc import Sequence
 from random import Random
@@ -14,7 +14,7 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 
 
 class Draw:
-    """The random choices of one scenario, and the database that they fill."""
+    """The random choices of one scenario, and the database `desk` that they fill."""
 
     def __init__(self, random: Random, level: int) -> None:
         self.random = random
@@ -23,9 +23,8 @@ class Draw:
         self._used: set[str] = set()
 
     def number(self) -> str:
-        """Return a random number that is not used in the scenario yet.
-
-        It has two digits at level 1, four at higher levels.
+        """Return a new random number of the scenario: two digits at level 1, four at higher
+        levels.
         """
         while True:
             number = str(self.random.randrange(*((10, 100) if self.level == 1 else (1000, 10000))))
@@ -34,16 +33,17 @@ class Draw:
                 return number
 
     def numbered(self, names: Sequence[str]) -> dict[str, str]:
-        """Assign a new number to each name. Return the names by their numbers."""
+        """Return new number -> name, for each name."""
         return {self.number(): name for name in names}
 
     def add_users(
         self, accounts: tuple[str, str], is_special: bool, payments: Sequence[str]
     ) -> None:
-        """Add three users to the database. The first is the customer.
+        """Add three users to the database. The first one is the customer.
 
-        Each has the first payment method of `payments`, and one of the others. `accounts` are the
-        usual and the special kind of account. With `is_special`, the customer has the special kind.
+        Each has the first kind of `payments` and one of the others. `accounts` are the usual and
+        the special kind of account. The customer has the special one if `is_special`, others have
+        it at random.
         """
         random = self.random
         for place, name in enumerate(random.sample(PEOPLE, 3)):

@@ -1,4 +1,4 @@
-"""A scripted expert that serves a customer as the rules require, or ignores some rules."""
+"""A scripted expert that serves a customer by the rules, or breaks some of them."""
 
 from collections.abc import Mapping
 from random import Random
@@ -14,11 +14,11 @@ NO_FAULTS: Mapping[str, float] = MappingProxyType({})
 def expert_replies(
     scenario: Scenario, faults: Mapping[str, float] = NO_FAULTS, seed: int = 0
 ) -> list[Message]:
-    """Return the replies of the expert. They succeed if the expert ignores no rule.
+    """Return the expert's replies of one episode. They succeed if the expert breaks no rule.
 
-    `faults` has the probability that the expert ignores a rule, by name: `account` or one of
-    `Domain.faults`. Its errors are wrong decisions. The format of its calls is always right. Raises
-    `ValueError` for an unknown name.
+    `faults` is name of a rule -> probability that the expert breaks it. The rules are `account` and
+    `Domain.faults`. Breaking one leads to a wrong decision, never to a malformed call. Raises
+    `ValueError` for an unknown rule.
     """
     domain = scenario.domain
     rules = ("account", *domain.faults)
@@ -55,7 +55,7 @@ def _reply(scenario: Scenario, step: Step) -> Message:
 
 
 def call_message(name: str, /, **arguments: str) -> Message:
-    """Return a reply that makes one tool call, with numbers as integers."""
+    """Return a reply with one tool call, in which numbers are integers."""
     written = {
         key: int(value) if key.endswith("_id") else value for key, value in arguments.items()
     }
@@ -63,14 +63,14 @@ def call_message(name: str, /, **arguments: str) -> Message:
 
 
 def correct_call(scenario: Scenario, request: Request) -> Call:
-    """Return the tool call that the rules require for a request."""
+    """Return the tool call that the rules require as answer to a request."""
     call = scenario.domain.steps(scenario, request, lambda rule: False)[-1]
     assert isinstance(call, tuple)
     return call
 
 
 def goal(scenario: Scenario) -> Desk:
-    """Return the database as it must be at the end, after the calls that the rules require."""
+    """Return the database in the state in which the rules require it at the end."""
     desk = scenario.desk.copy()
     for request in scenario.requests:
         name, arguments = correct_call(scenario, request)

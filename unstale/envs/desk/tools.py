@@ -1,7 +1,7 @@
 """The tools of a customer-service desk, which read and change its database.
 
-A call fails if its arguments do not exist or do not belong together. A call that breaks a rule of
-the desk succeeds and changes the database, so the reward is lost.
+A call fails if its arguments do not exist or do not belong together. A call that breaks a rule
+succeeds, but leads to a wrong database, so the reward is 0.
 """
 
 import inspect
@@ -13,14 +13,14 @@ from unstale.envs import tool_schema
 from unstale.envs.desk.database import Desk, DeskError, Record, User
 
 Run = Callable[..., str | Mapping[str, Any]]
-"""A function of the database and the arguments, which are all text. It returns the answer, or the
-record that the answer contains. It raises `DeskError` for a call that is not possible.
+"""A function `(database, **arguments)` that carries out a tool call. All arguments are text. It
+returns the result as text or as a record, and raises `DeskError` if the call is not possible.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool with the names of its arguments. Those that end in `_id` are integers."""
+    """A tool. Those of its `arguments` whose names end in `_id` are integers."""
 
     name: str
     purpose: str
@@ -33,10 +33,10 @@ class Tool:
 class Toolbox:
     """The tools of a desk.
 
-    `case` is the type of record that requests are about. Each function of `reads` and `writes` is a
-    tool: its docstring is the description for the agent, and an argument of a `Literal` type allows
-    these words. The tools `find_user`, `refuse` and `hand_over` are added. `meanings` describes the
-    arguments.
+    `case` is the type of record that requests are about. Each function in `reads` and `writes` is a
+    tool, which the policy sees with the function's docstring. An argument of `Literal` type allows
+    these words only. `meanings` is name of an argument -> its description. The tools `find_user`,
+    `refuse`, with one of the `reasons`, and `hand_over` are added.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Toolbox:
             **meanings,
         }
         self.choices = {"reason": tuple(reasons)}
-        """The words that an argument may have, by the argument's name."""
+        """Name of an argument -> words that it may have."""
         for run in writes:
             for key, hint in get_type_hints(run).items():
                 if get_origin(hint) is Literal:
@@ -91,10 +91,7 @@ class Toolbox:
         self.tools = {tool.name: tool for tool in (find_user, *own, refuse, hand_over)}
 
     def call(self, desk: Desk, name: str, arguments: Mapping[str, Any]) -> str:
-        """Make a tool call and return the answer.
-
-        Raises `DeskError` if the call is not possible.
-        """
+        """Carry out a tool call and return its result. Raises `DeskError` if it is not possible."""
         if name not in self.tools:
             raise unknown_tool(name, self.tools)
         tool = self.tools[name]
@@ -113,7 +110,7 @@ class Toolbox:
         return answer if isinstance(answer, str) else desk.text(answer)
 
     def schema(self, name: str) -> Mapping[str, Any]:
-        """Return the JSON schema of a tool, in the format that chat templates expect."""
+        """Return the schema of a tool, in the format that chat templates expect."""
         properties: dict[str, Any] = {}
         for key in self.tools[name].arguments:
             kind = "integer" if key.endswith("_id") else "string"
@@ -148,12 +145,12 @@ class Toolbox:
         return "a colleague takes over"
 
     def _known(self, desk: Desk, case: Mapping[str, str]) -> str:
-        """Return the number of a case. Raises `DeskError` if there is no case with this number."""
+        """Return the number in `case`. Raises `DeskError` if no case has it."""
         return desk.get(self._case, case[self.case_id]).id
 
 
 def unknown_tool(name: str, tools: Iterable[str]) -> DeskError:
-    """Return the error for a call of a tool that does not exist. It lists the tools that do."""
+    """Return the error for a call of an unknown tool. It lists the known ones."""
     return DeskError(f"unknown tool {name!r}; tools are {', '.join(tools)}")
 
 
@@ -163,7 +160,9 @@ def _tool(run: Run, *, writes: bool) -> Tool:
 
 
 def _read(key: str, value: Any) -> str:
-    """Return an argument as text. A call may give a number as an integer or as digits."""
+    """Return an argument as text. A number may be an integer or a text. Raises `DeskError`
+    otherwise.
+    """
     is_number = key.endswith("_id")
     if isinstance(value, str) or (is_number and type(value) is int):
         return str(value)

@@ -1,1 +1,1 @@
-"""Places where the agents of terminal tasks work, and the readers of their task folders."""
+"""Sandboxes in which agents work on terminal tasks, and readers of folders with such tasks."""

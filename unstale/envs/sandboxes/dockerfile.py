@@ -1,6 +1,6 @@
-"""The steps of a Dockerfile that can be taken without images: files, folders, commands.
+"""The steps of a Dockerfile that can be carried out without images: folders, files and commands.
 
-`FROM` cannot be had: the programs of this machine stand in for those of the image.
+The image that `FROM` names is not used. Programs of this machine take its place.
 """
 
 import fnmatch
@@ -20,7 +20,7 @@ _VARIABLE = re.compile(r"\\\$|\$(?:\{(\w+)\}|(\w+)|(\{[^}]*\}?))")
 
 @dataclass
 class Copy:
-    """A step: folders to make, and files to write at absolute paths."""
+    """A step that makes folders and writes files. All paths are absolute."""
 
     folders: list[str] = field(default_factory=list)
     files: dict[str, File] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Copy:
 
 @dataclass
 class Run:
-    """A step: a command to run, in a folder and with variables."""
+    """A step that runs a command, in a folder and with environment variables."""
 
     argv: list[str]
     folder: str
@@ -37,21 +37,21 @@ class Run:
 
 @dataclass
 class Build:
-    """The steps of a Dockerfile in order, and what holds at its end."""
+    """The steps of a Dockerfile in order, and the state after the last one."""
 
     steps: list[Copy | Run] = field(default_factory=list)
     folder: str = "/"
-    """The working directory."""
     env: dict[str, str] = field(default_factory=dict)
     image: str = ""
-    """What FROM names."""
+    """Name of the image in FROM."""
     arguments: dict[str, str] = field(default_factory=dict)
 
 
 def read_dockerfile(text: str, context: Files) -> Build:
-    """Return the steps of a Dockerfile.
+    """Return the steps of a Dockerfile. `context` has the files that it may copy.
 
-    Raises `ConfigError` with the line of an instruction that a sandbox without images cannot obey.
+    Raises `ConfigError`, with the line, for an instruction that cannot be carried out without
+    images.
     """
     build = Build()
     for line in _lines(text):
@@ -85,7 +85,7 @@ def read_dockerfile(text: str, context: Files) -> Build:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the instructions of a Dockerfile, with continued lines joined."""
+    """Yield each instruction of a Dockerfile as one line."""
     joined = ""
     for line in text.splitlines():
         stripped = line.strip()
@@ -109,7 +109,7 @@ def _refusal(line: str, why: str = "") -> ConfigError:
 
 
 def _expand(text: str, build: Build, line: str) -> str:
-    """Replace the variables in a text by their values."""
+    """Return a text in which variables are replaced by their values."""
     known = {**build.arguments, **build.env}
 
     def value(found: re.Match[str]) -> str:
@@ -132,7 +132,7 @@ def _pairs(rest: str, build: Build, line: str) -> Mapping[str, str]:
 
 
 def _list(text: str) -> list[str]:
-    """Return the strings of a JSON list, empty if the text is none."""
+    """Return the strings of a JSON list. Empty if the text is no JSON list."""
     try:
         values = json.loads(text)
     except ValueError:
@@ -161,7 +161,10 @@ def _copy(rest: str, build: Build, context: Files, line: str) -> Copy:
 
 
 def _found(source: str, context: Files) -> Iterator[tuple[str, File]]:
-    """Yield the files that a source of COPY names, by their path below it, empty for itself."""
+    """Yield the files that the source of a COPY names, as (path below the source, file).
+
+    The path is empty if the source is the file itself.
+    """
     for path, file in context.items():
         if source == "." or path.startswith(f"{source}/"):
             yield (path if source == "." else path.removeprefix(f"{source}/")), file

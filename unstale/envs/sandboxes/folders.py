@@ -1,4 +1,4 @@
-"""Task folders of Harbor and of Terminal-Bench, read into `TerminalTask`.
+"""Read task folders of Harbor and Terminal-Bench into `TerminalTask`.
 
 Harbor: `instruction.md`, `task.toml`, `environment/`, `tests/test.sh`, which writes a reward file
 (https://harborframework.com/docs/task-format). Terminal-Bench: `task.yaml`, a Dockerfile beside it,
@@ -17,17 +17,17 @@ _NO_PART = {
     "environment": ("gpus", "tpu", "mcp_servers", "healthcheck"),
     "": ("steps",),
 }
-"""Keys of task.toml that need what no runtime here has, by their section."""
+"""Section of task.toml -> keys that no sandbox here supports."""
 _NOT_CONTEXT = ("tests", "run-tests.sh", "solution", "solution.sh", "solution.yaml", "task.yaml")
-"""Names in a folder of Terminal-Bench that a Dockerfile must not copy."""
+"""Files and folders of a Terminal-Bench task that its Dockerfile must not copy."""
 _MANY_PARTS = ("docker-compose.yaml", ".dockerignore")
 _UNITS = {"M": 1, "G": 1024}
 
 
 def read_folder(folder: Path) -> list[TerminalTask]:
-    """Return the tasks in the folders of a folder, in the order of their names.
+    """Return the tasks in a folder's subfolders, sorted by name.
 
-    Raises `ConfigError` if there is none, or if one of them cannot be read.
+    Raises `ConfigError` if there are no subfolders, or if one of them cannot be read as a task.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} with tasks")
@@ -38,7 +38,9 @@ def read_folder(folder: Path) -> list[TerminalTask]:
 
 
 def read_task(folder: Path) -> TerminalTask:
-    """Return the task of one folder. Raises `ConfigError` that names what it lacks or cannot be."""
+    """Return the task in this folder. Raises `ConfigError` if it has no task, or an unsupported
+    one.
+    """
     try:
         if (folder / "task.toml").is_file():
             return _read_harbor(folder)
@@ -133,7 +135,9 @@ def _dockerfile(folder: Path, context: Files, image: str) -> str:
 
 
 def _files(folder: Path) -> dict[str, File]:
-    """Return all files below a folder. Raises `ConfigError` for a symbolic link."""
+    """Return path -> file, for all files below a folder. Raises `ConfigError` for a symbolic
+    link.
+    """
     return {str(path.relative_to(folder)): _file(path) for path in _walk(folder)}
 
 
@@ -157,6 +161,6 @@ def _variables(folder: Path, given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _megabytes(size: Any) -> int:
-    """Return a size in MB, from a number of MB or a text such as `10G`."""
+    """Return a size in MB, given in MB or as a text such as `10G`."""
     text = str(size).upper().removesuffix("B")
     return int(float(text[:-1]) * _UNITS[text[-1]]) if text[-1:] in _UNITS else int(text)

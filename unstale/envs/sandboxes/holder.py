@@ -1,12 +1,12 @@
-"""The process that holds the namespaces of one terminal sandbox, and runs its commands.
+"""The process that holds the kernel namespaces of one terminal sandbox, and runs its commands.
 
-`namespaces.py` starts this file in a Python interpreter without other modules. It reads requests
-from a socket: a line of JSON, then `size` bytes. Each gets an answer of the same form. The process
+`namespaces.py` starts this file in a Python interpreter without other modules. The process reads
+requests from a socket: a line of JSON, then `size` bytes. It answers each in the same form, and
 ends when the socket is closed.
 
-After the build, the root of the sandbox is read-only, but for the folders that are not the
-system's. All processes of a phase (the build, the agent's turn, the tests) are in one namespace of
-process ids, which ends with the phase. The holder is outside of it, so no command can reach it.
+After the build, the sandbox's root is read-only, except for folders that do not belong to the
+system. All processes of a phase (build, agent's turn, tests) share a namespace of process ids,
+which ends with the phase. The holder is outside of it, so that no command can reach it.
 """
 
 import ctypes
@@ -27,22 +27,22 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 _SANDBOXED: Any = ModuleType("sandboxed")
-"""`sandboxed.py`, without the package around it, which would take a second to import."""
+"""The module `sandboxed.py`, without its package, whose import would take a second."""
 SourceFileLoader(
     "sandboxed", os.path.join(os.path.dirname(__file__), "..", "sandboxed.py")
 ).exec_module(_SANDBOXED)
 _call, _filter = _SANDBOXED._call, _SANDBOXED._filter_system_calls
 
 _NEW_PID, _NEW_ALL = 0x20000000, 0x7C020000
-"""Flags of new namespaces: of process ids, and with it users, mounts, network, IPC, host name."""
+"""Flags for new namespaces: only process ids, or also users, mounts, network, IPC and host name."""
 _BIND, _REMOUNT, _RECURSIVE, _PRIVATE = 1 << 12, 1 << 5, 1 << 14, 1 << 18
 _READ_ONLY, _SAFE, _DETACH = 1, 6, 2
-"""Flags of mounts. `_SAFE` ignores set-user-id bits and device files."""
+"""Flags for mounts. `_SAFE` ignores set-user-id bits and device files."""
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR, _AT_CWD, _AT_RECURSIVE = 442, -100, 0x8000
 _PDEATHSIG, _DUMPABLE, _DROP_CAPABILITY, _NO_NEW_PRIVS = 1, 4, 24, 38
 _OUTER_USER = 61_183
-"""User id of the sandbox's files and processes outside of it, if this process is root."""
+"""If this process is root: user id that the sandbox's root has outside of it."""
 _SYSTEM = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32"}
 _SYSTEM |= {"logs", "proc", "run", "sbin", "sys", "tests", "usr"}
 """Folders of the root that are read-only during the agent's turn."""
@@ -57,7 +57,7 @@ _ETC = {
 }
 _BASES = ("/mnt", "/media", "/srv", "/tmp")
 _FLOOD = 4 << 20
-"""Bytes of output after which a command is killed."""
+"""Number of bytes of output after which a command is killed."""
 _MAX_REWARD = 1 << 16
 _MAX_DESCRIPTORS = 256
 
@@ -65,7 +65,9 @@ Row = Mapping[str, Any]
 
 
 def main(descriptor: int) -> NoReturn:
-    """Make the sandbox by the first request, then answer requests until the socket is closed."""
+    """Make the sandbox that the first request describes. Then answer requests until the socket
+    closes.
+    """
     stream = socket.socket(fileno=descriptor).makefile("rwb")
     holder = None
     while line := stream.readline():
@@ -86,13 +88,13 @@ def main(descriptor: int) -> NoReturn:
 
 
 class Holder:
-    """The sandbox. Its public methods answer the requests of their names."""
+    """The sandbox. Each public method answers the requests of its name."""
 
     def __init__(self, connection: int, request: Row) -> None:
         self._connection = connection
         self._options = request
         self._init = 0
-        """Id of the first process of the phase, 0 between phases."""
+        """Id of the first process of the current phase. 0 between phases."""
         _enter_namespaces()
         _call("prctl", _DUMPABLE, 0)  # later, since it would forbid to write the maps of users
         _call("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
@@ -106,7 +108,11 @@ class Holder:
             os.chmod(f"/{name}", 0o1777)
 
     def put(self, request: Row, payload: bytes) -> dict[str, Any]:
-        """Make folders, and write files, of which each has a path, a mode and a size."""
+        """Make the request's folders, and write its files, each with a path, a mode and a size in
+        bytes.
+
+        `payload` is the contents of all files, one after the other.
+        """
         at = 0
         for path in request["folders"]:
             os.makedirs(path, exist_ok=True)
@@ -119,7 +125,9 @@ class Holder:
         return {}
 
     def seal(self, request: Row, payload: bytes) -> dict[str, Any]:
-        """End the build: make the root read-only, but for the folders that are not the system's."""
+        """End the build, and make the root read-only, except for folders that do not belong to the
+        system.
+        """
         self.end(request, payload)
         system = {*_SYSTEM, *(target.split("/")[1] for _, target in self._options["binds"])}
         own = [name for name in os.listdir("/") if name not in system and _is_folder(f"/{name}")]
@@ -130,7 +138,7 @@ class Holder:
         return {}
 
     def end(self, request: Row, payload: bytes) -> dict[str, Any]:
-        """Kill all processes of the phase, and return when none is left."""
+        """End the phase: kill all its processes, and wait until none is left."""
         if self._init:
             os.kill(self._init, signal.SIGKILL)
             os.waitpid(self._init, 0)
@@ -141,9 +149,10 @@ class Holder:
         return {}
 
     def add_tests(self, request: Row, payload: bytes) -> dict[str, Any]:
-        """Write the tests to a new file system, and make another one for the reward file.
+        """Write the tests into a new file system, and mount another one for the reward file.
 
-        The folders that they cover were read-only for the agent, so nothing of it is in the way.
+        Both cover folders that were read-only for the agent, so nothing that it wrote is left in
+        them.
         """
         if self._init:
             raise OSError("processes of the agent's turn are left")
@@ -152,9 +161,9 @@ class Holder:
         return self.put(request, payload)
 
     def rewards(self, request: Row, payload: bytes) -> dict[str, Any]:
-        """End the tests. Return the text of the first reward file that is there.
+        """End the tests. Return the text of the first reward file that exists.
 
-        It is empty without one, and if the first one is no plain file.
+        The text is empty if no file exists, or if the first one is no plain file.
         """
         self.end(request, payload)
         path = next(filter(os.path.lexists, request["paths"]), None)
@@ -179,7 +188,7 @@ class Holder:
         return {"code": code if code >= 0 else 128 - code, "ended": ended, "output": output}
 
     def _watch(self, process: int, reading: int, request: Row) -> tuple[bytes, str]:
-        """Read a command's output until it ends. Return the first part, and how it ended."""
+        """Return the start of a command's output when the command ends, and how it ended."""
         os.set_blocking(reading, False)
         poll = select.poll()
         poll.register(process, select.POLLIN)
@@ -208,8 +217,8 @@ class Holder:
     def _start_phase(self) -> None:
         """Fork the first process of a new namespace of process ids.
 
-        It keeps its capabilities, so that no command can trace it. The holder forks the commands
-        into the same namespace.
+        It keeps its capabilities, so that no command can trace it. Commands are forked into the
+        same namespace.
         """
         _call("unshare", _NEW_PID)
         reading, writing = os.pipe()
@@ -230,7 +239,7 @@ class Holder:
 
 
 def _become(request: Row, limits: Mapping[str, int], output: int) -> NoReturn:
-    """Become a command, without capabilities and with limits."""
+    """Replace this process by a command, without capabilities and with limits."""
     try:
         os.setsid()
         _call("prctl", _PDEATHSIG, signal.SIGKILL)
@@ -254,7 +263,7 @@ def _become(request: Row, limits: Mapping[str, int], output: int) -> NoReturn:
 
 
 def _read(reading: int) -> bytes | None:
-    """Return what a pipe has, empty at its end. None if it has nothing at present."""
+    """Return the data in a pipe, empty at the pipe's end. None if there is none yet."""
     try:
         return os.read(reading, 1 << 16)
     except BlockingIOError:
@@ -270,10 +279,10 @@ def _read_reward(path: str) -> str:
 
 
 def _enter_namespaces() -> None:
-    """Enter new namespaces, in which this process's user is root, and no id of root is outside.
+    """Enter new namespaces, in which this process's user is root and has no rights of root outside.
 
-    If this process is root, files and processes of the sandbox have another user id outside, and
-    root is user 1 inside.
+    If this process is root, files and processes of the sandbox belong to `_OUTER_USER` outside, and
+    the real root is user 1 inside.
     """
     holder, user, group = os.getpid(), os.getuid(), os.getgid()
     reading, writing = os.pipe()
@@ -305,7 +314,7 @@ def _enter_namespaces() -> None:
 
 
 def _make_root(options: Row) -> None:
-    """Make a new root in memory, with the system's programs read-only, and enter it."""
+    """Make a new root in memory, with this machine's programs read-only, and enter it."""
     base = next(path for path in _BASES if os.path.isdir(path))
     _mount_memory(base, options["storage_mb"])
     for name in _CLOSED:
@@ -334,7 +343,9 @@ def _mount_memory(path: str, size_mb: int) -> None:
 
 
 def _bind(source: str, target: str, attributes: int) -> None:
-    """Show a file or folder of this machine in the sandbox, with the attributes of a mount."""
+    """Mount a file or folder of this machine in the sandbox. `attributes` are flags of the
+    mount.
+    """
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:

@@ -1,6 +1,6 @@
-"""Sandboxes in the kernel's namespaces: no daemon, no image, no network.
+"""Sandboxes in kernel namespaces: no daemon, no image, no network.
 
-Programs are those of this machine, read-only. All other files are in memory, and are gone with the
+Programs are those of this machine, read-only. All other files are in memory and end with the
 sandbox. `holder.py` is the process that makes the namespaces.
 """
 
@@ -32,31 +32,38 @@ from unstale.envs.sandboxes.runtime import (
 )
 
 _POOL = ThreadPoolExecutor(256, thread_name_prefix="terminal")
-"""Threads that wait for an answer of a sandbox."""
+"""Threads that wait for answers of sandboxes."""
 _STARTERS = ThreadPoolExecutor(2, thread_name_prefix="terminal-start")
-"""Threads that start and end holders. More of them would keep the event loop from running."""
+"""Threads that start and end the sandboxes' processes, few so that they do not delay the event
+loop.
+"""
 _BOUND = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _BOUND_ETC = ("/etc/alternatives", "/etc/ld.so.cache")
 _PYTHON = "/python"
-"""Where this Python is in the sandbox, if it is not below /usr."""
+"""Folder of this Python in the sandbox, unless it is below /usr."""
 _TEST_PATHS = ("PATH", "PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "BASH_ENV", "ENV")
-"""Variables of the Dockerfile that the tests do not get: they could load what the agent wrote."""
+"""Variables of the Dockerfile that tests do not get, since they could load code of the agent."""
 _CLOSE_S = 3.0
 _SIGNALLED = 128
-"""Exit code above which a signal ended a command."""
+"""Exit codes above this one mean that a signal ended the command."""
 _PROCESSES, _MEMORY_MB = 128, 2048
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceRuntime:
-    """Sandboxes in namespaces. `host_programs` allows this machine's programs in place of FROM."""
+    """Makes sandboxes in kernel namespaces.
+
+    With `host_programs`, this machine's programs take the place of the image that FROM names.
+    """
 
     host_programs: bool = False
     storage_mb: int = 256
-    """Largest size of all files of a sandbox, which are in memory."""
+    """Largest size in MB of all files of a sandbox, which are in memory."""
 
     def check(self, task: TerminalTask) -> None:
-        """Raise `ConfigError` for an instruction of the Dockerfile that cannot be obeyed."""
+        """Raise `ConfigError` if the task needs an image, or an instruction that cannot be carried
+        out.
+        """
         image = task.image or read_dockerfile(task.dockerfile, task.environment).image
         if image != "scratch" and not self.host_programs:
             raise ConfigError(
@@ -65,7 +72,9 @@ class NamespaceRuntime:
             )
 
     async def start(self, task: TerminalTask) -> Sandbox:
-        """Build the environment. Raises `EnvError` if a command of the Dockerfile fails."""
+        """Return a new sandbox with the task's files. Raises `EnvError` if a command of the
+        Dockerfile fails.
+        """
         loop = asyncio.get_running_loop()
         sandbox = await loop.run_in_executor(_STARTERS, NamespaceSandbox, task)
         try:
@@ -77,10 +86,9 @@ class NamespaceRuntime:
 
 
 class NamespaceSandbox:
-    """One sandbox. Its requests go to the holder one after the other."""
+    """One sandbox. A separate process (`holder.py`) carries out its requests one by one."""
 
     def __init__(self, task: TerminalTask) -> None:
-        """Start the holder."""
         self._task = task
         self._build = read_dockerfile(task.dockerfile, task.environment)
         self._env = {**_environment(), **task.env, **self._build.env}
@@ -101,7 +109,7 @@ class NamespaceSandbox:
             )
 
     async def build(self, storage_mb: int) -> None:
-        """Make the namespaces, and take the steps of the Dockerfile."""
+        """Make the namespaces, and carry out the steps of the Dockerfile."""
         limits = {
             "AS": _MEMORY_MB << 20,
             "FSIZE": storage_mb << 20,
@@ -122,12 +130,11 @@ class NamespaceSandbox:
         await self._ask("seal")
 
     async def run(self, command: str, *, seconds: float, output_kb: int) -> CommandResult:
-        """Run a command of the agent."""
         step = Run(["/bin/bash", "-c", command], self._build.folder, self._env)
         return await self._run(step, seconds, output_kb)
 
     async def verify(self) -> Verdict:
-        """Kill the agent's processes, then copy the tests and run them."""
+        """Kill the agent's processes, write the tests and run them. Return their result."""
         await self._ask("end")
         task = self._task
         tests = {f"/tests/{name}": file for name, file in task.tests.items()}
@@ -142,7 +149,7 @@ class NamespaceSandbox:
         return Verdict(result, "" if was_killed else reward)
 
     async def close(self) -> None:
-        """Kill the holder. The kernel kills all others, and frees the files."""
+        """End the holder. With it, the kernel ends all other processes and frees the files."""
         with suppress(OSError):
             self._ours.shutdown(socket.SHUT_RDWR)
         await self._in(_STARTERS, self._stop)
@@ -171,7 +178,10 @@ class NamespaceSandbox:
         await self._ask(op, payload, files=rows, folders=list(folders))
 
     async def _ask(self, op: str, payload: bytes = b"", **fields: Any) -> dict[str, Any]:
-        """Send a request and return the holder's answer. Raises `EnvError` if it failed."""
+        """Send a request to the process that holds the sandbox, and return its answer.
+
+        Raises `EnvError` if the request fails.
+        """
         request = json.dumps({"op": op, **fields, "size": len(payload)})
         return await self._in(_POOL, self._exchange, request.encode() + b"\n" + payload)
 
@@ -195,13 +205,13 @@ class NamespaceSandbox:
 
 
 def _python() -> str:
-    """Return this Python's folder in the sandbox."""
+    """Return the folder in which this Python is inside of the sandbox."""
     prefix = os.path.realpath(sys.base_prefix)
     return prefix if f"{prefix}/".startswith("/usr/") else _PYTHON
 
 
 def _binds() -> list[tuple[str, str]]:
-    """Return what the sandbox can read of this machine, as pairs of the path here and there."""
+    """Return (path here, path in the sandbox) for all that the sandbox can read of this machine."""
     binds = [(path, path) for path in (*_BOUND, *_BOUND_ETC) if os.path.lexists(path)]
     if _python() == _PYTHON:
         binds.append((os.path.realpath(sys.base_prefix), _PYTHON))

@@ -1,7 +1,7 @@
-"""What a terminal task is, and the interface of the places where its agent works.
+"""Terminal tasks, and the interface of the sandboxes in which agents work on them.
 
-A runtime of your own, such as a service with remote sandboxes, has the methods of `Runtime` and
-returns objects with those of `Sandbox`. Give it to `TerminalTasks`.
+To use other sandboxes, such as a remote service, write an object with the methods of `Runtime`,
+which returns objects with those of `Sandbox`. Pass it to `TerminalTasks`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,49 +13,50 @@ Ended = Literal["exited", "timeout", "output"]
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a task: its content, and whether it can be executed."""
+    """A file of a task: its content, and True if it is executable."""
 
     content: bytes
     executable: bool = False
 
 
 Files = Mapping[str, File]
-"""Files by their path, relative to the folder that has them."""
+"""Path, relative to a folder -> file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TerminalTask:
-    """A task with an instruction, an environment and hidden tests."""
+    """A task for an agent with a shell: an instruction, an environment and hidden tests."""
 
     name: str
     instruction: str
     environment: Files = field(default_factory=dict)
-    """The build context, in which `dockerfile` copies."""
+    """The files that `dockerfile` may copy (its build context)."""
     dockerfile: str = "FROM scratch\nWORKDIR /app\nCOPY . .\n"
     tests: Files
-    """Hidden files. They are at /tests when the agent's turn is over."""
+    """Hidden files, which appear in /tests after the agent's turn."""
     test_command: Sequence[str] = ("/tests/test.sh",)
     exit_code_decides: bool = False
-    """True if the reward is 1 for the exit code 0 of the tests. Otherwise they write a file of
-    `REWARD_FILES`.
+    """True if the reward is 1 for exit code 0 of the tests, and otherwise 0. False if the tests
+    write one of the `REWARD_FILES`.
     """
     env: Mapping[str, str] = field(default_factory=dict)
     test_env: Mapping[str, str] = field(default_factory=dict)
     agent_timeout_s: float = 900.0
+    """Seconds that the agent's commands may take together."""
     test_timeout_s: float = 600.0
     build_timeout_s: float = 600.0
     storage_mb: int = 10_240
     image: str = ""
-    """A ready image, used instead of the Dockerfile where images can be had."""
+    """Name of an image to use instead of the Dockerfile, if the runtime supports images."""
 
 
 REWARD_FILES = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
-"""Files in which tests write rewards, a JSON object or a number. The first that exists counts."""
+"""Files for the rewards: a number or a JSON object. The first one that exists counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """The output of a command, stdout and stderr together, and its exit code.
+    """The output of a command (stdout and stderr together) and its exit code.
 
     The code is 128 + n after signal n. `ended` is `timeout` if the command was killed at its time
     limit, and `output` if its output was cut off.
@@ -68,10 +69,10 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the tests said: their own result, and the text of the first reward file.
+    """The result of the tests, and the text of the first reward file.
 
-    The text is empty without a file, if it is no plain file, and if the tests were killed: code of
-    the agent that they ran may have written it and killed them.
+    The text is empty if there is no file, if it is no plain file, or if the tests were killed. In
+    the last case, code of the agent that the tests ran may have written the file.
     """
 
     tests: CommandResult
@@ -79,21 +80,21 @@ class Verdict:
 
 
 class Sandbox(Protocol):
-    """A place in which the agent of one episode works."""
+    """A sandbox in which the agent of one episode works."""
 
     async def run(self, command: str, *, seconds: float, output_kb: int) -> CommandResult:
         """Run a command of the agent in a shell, in the task's working directory.
 
-        Processes that it leaves in the background stay until `verify`. Raises `EnvError` if the
-        sandbox has ended.
+        After `seconds` it is killed, and its output is cut off at `output_kb`. Its background
+        processes live until `verify`. Raises `EnvError` if the sandbox has ended.
         """
         ...
 
     async def verify(self) -> Verdict:
-        """End the agent's turn and run the hidden tests.
+        """End the agent's turn, run the hidden tests and return their result.
 
-        No process of the agent may be alive when the tests arrive, and nothing that it wrote may
-        be in the place of the tests, of the reward files or of the system's programs.
+        All processes of the agent must have ended before the tests are written. Nothing that it
+        wrote may be in the place of the tests, the reward files or the system's programs.
         """
         ...
 
@@ -103,12 +104,14 @@ class Sandbox(Protocol):
 
 
 class Runtime(Protocol):
-    """A way to make sandboxes."""
+    """Makes sandboxes."""
 
     def check(self, task: TerminalTask) -> None:
-        """Raise `ConfigError` if the task needs what this runtime cannot give, and name it."""
+        """Raise `ConfigError`, with the reason, if a sandbox for this task cannot be made."""
         ...
 
     async def start(self, task: TerminalTask) -> Sandbox:
-        """Build the environment of a task and return a sandbox. Raises `EnvError` if it fails."""
+        """Return a new sandbox with the task's environment. Raises `EnvError` if it cannot be
+        built.
+        """
         ...

@@ -15,9 +15,9 @@ class Average:
 
         w_k = beta * w_{k-1} + 1 ;   ewma_k = ewma_{k-1} + (theta_k - ewma_{k-1}) / w_k
 
-    The average is kept in float32 or float64, because bfloat16 would round most updates to nothing.
-    `weight` is w_k. `age` is the mean age, in updates, of the averaged weights, and tends to beta /
-    (1 - beta).
+    theta_k are the weights of update k. The average is kept in float32 or float64, because bfloat16
+    would round most updates to nothing. `weight` is w_k. `age` is the mean age of the averaged
+    weights, in updates. It tends to beta / (1 - beta).
 
     With `in_main_memory` the averaged weights are in main memory. An update copies one tensor at a
     time to the device of the weights, and back.
@@ -31,7 +31,7 @@ class Average:
 
     @torch.no_grad()
     def add(self, theta: Mapping[str, Tensor], *, beta: float) -> None:
-        """Add the weights `theta` to the average with decay `beta`.
+        """Update the average with the weights `theta` and the decay `beta`.
 
         The first weights become the average.
         """

@@ -1,7 +1,7 @@
 """A cache of log-probabilities, for routes that compute `old_logp` before a batch is formed.
 
-A piece is a run of tokens of one episode that one version sampled. A score is a log-probability
-that a forward pass computed.
+A piece is a run of tokens of one episode that one version sampled. Scoring tokens means computing
+their log-probabilities in a forward pass.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,12 +23,12 @@ from unstale.routed_experts import no_rows
 def score_pieces(
     scorer: Scorer, pieces: Pieces, version: int | None = None
 ) -> dict[PieceKey, Tensor]:
-    """Return the log-probabilities of sampled tokens, by the key of their piece.
+    """Return the log-probabilities of sampled tokens, by the key of their piece (run of tokens).
 
     They are computed with the weights of `version`, or with the trainer's current weights if it is
-    None. All pieces are of one version. All pieces of an episode are computed in one sequence: the
-    longest text among them, since it contains the shorter ones. The order of `pieces` does not
-    affect the values.
+    None. All pieces must be of one version. Those of one episode are computed in one sequence, the
+    longest text among them, which contains the shorter ones. The order of `pieces` does not affect
+    the values.
     """
     if not pieces:
         return {}
@@ -57,7 +57,7 @@ def score_pieces(
 def answer(scorer: Scorer, pieces: Pieces) -> Reply:
     """Compute log-probabilities of sampled tokens with the scorer's current weights.
 
-    Return the message with them that a second model sends to the trainer.
+    Return them as the message that a second model sends to the trainer.
     """
     logps = score_pieces(scorer, pieces)
     rows = [[key, logp.tolist()] for key, logp in logps.items()]
@@ -67,8 +67,8 @@ def answer(scorer: Scorer, pieces: Pieces) -> Reply:
 def stack_experts(texts: Sequence[PieceText]) -> Tensor | None:
     """Return the recorded experts of all texts, concatenated: `[T, layers, k]`.
 
-    None if no text has recorded experts. If only some have, the rows of the others are marked as
-    not recorded.
+    Return None if no text has recorded experts. If only some have, the rows of the others are
+    marked as not recorded.
     """
     example = next((text.routed_experts for text in texts if text.routed_experts), None)
     if example is None:
@@ -83,10 +83,10 @@ def stack_experts(texts: Sequence[PieceText]) -> Tensor | None:
 
 
 def stack_kept_sets(pieces: Sequence[tuple[slice, PieceText]], count: int) -> KeptSets | None:
-    """Return the kept sets (of truncated sampling) of `count` tokens.
+    """Return the sets of tokens to which sampling was truncated, for `count` tokens.
 
-    `pieces` has spans of these tokens, each with the text whose kept sets it gets. Other tokens get
-    none. None if no text has kept sets.
+    `pieces` has spans of these tokens, each with the text that has its sets. Other tokens get no
+    set. Return None if no text has sets.
     """
     parts: list[tuple[int, KeptSets | None]] = []
     done = 0
@@ -97,9 +97,9 @@ def stack_kept_sets(pieces: Sequence[tuple[slice, PieceText]], count: int) -> Ke
 
 
 class LogpCache:
-    """Log-probabilities of sampled tokens, kept until a batch needs them.
+    """A cache of log-probabilities of sampled tokens, which keeps them until a batch needs them.
 
-    The first value of a token stays: a later one would differ by rounding, if its pass was packed
+    The first value of a token stays. A later value would differ by rounding, if its pass was packed
     differently. Not thread-safe.
     """
 
@@ -113,7 +113,7 @@ class LogpCache:
     def add_rows(self, rows: Iterable[Any]) -> None:
         """Add log-probabilities that another process computed.
 
-        A row is (`PieceKey` of a token run, list of its log-probabilities).
+        A row is a pair (`PieceKey` of a run of tokens, list of their log-probabilities).
         """
         dtype = self._scorer.dtype
         for key, values in rows:
@@ -128,12 +128,13 @@ class LogpCache:
             self._add(key, logp)
 
     def missing(self, pieces: Iterable[PendingPiece]) -> list[PendingPiece]:
-        """Return those runs of tokens in `pieces` whose log-probabilities are not in the cache."""
+        """Return those runs of sampled tokens that have no values in the cache."""
         return [piece for piece in pieces if key_of(piece) not in self._logps]
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Compute missing log-probabilities of past versions' tokens, with weights read from
-        disk.
+        """Compute missing log-probabilities of tokens of past versions, after a resume.
+
+        `past` has the tokens by version. `weights` reads the weights of a version from disk.
         """
         missing = {version: self.missing(pieces) for version, pieces in past.items()}
         if not any(missing.values()):
@@ -145,8 +146,8 @@ class LogpCache:
     def lookup(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return a batch's cached log-probabilities, and a mask of known ones, `[T]` each.
 
-        Missing ones of the current version's tokens are computed, if no optimizer step has changed
-        the weights since. They are stored, too.
+        Missing ones of the current version's tokens are computed and stored, if no optimizer step
+        has changed the weights since this version.
         """
         values = torch.zeros(len(batch.tokens), dtype=self._scorer.dtype)
         known = torch.zeros_like(batch.sampled)
@@ -170,16 +171,14 @@ class LogpCache:
         return torch.where(known, values, 0.0), known
 
     def _add(self, key: PieceKey, logp: Tensor) -> None:
-        """Add the log-probabilities of a run of tokens. Tokens that already have one keep it."""
         had = self._logps.get(key, logp[:0])
         if len(logp) > len(had):
             self._logps[key] = torch.cat([had, logp[len(had) :]])
 
     def _add_runs(self, batch: Batch, values: Tensor, where: Tensor) -> None:
-        """Add the log-probabilities `values` `[T]` of the batch's tokens that the mask `where`
-        selects.
+        """Add log-probabilities `values` `[T]` of the batch's tokens in the mask `where`.
 
-        All of them were sampled by the current version.
+        The current version must have sampled all of them.
         """
         for (begin, end), episode in zip(batch.spans(), batch.episodes, strict=True):
             edges = torch.nn.functional.pad(where[begin:end], (1, 1)).int().diff()
@@ -189,7 +188,7 @@ class LogpCache:
                 self._add(key, values[begin + start : begin + stop])
 
     def require(self, batch: Batch, *, why: str) -> Tensor:
-        """Return the cached log-probabilities of a batch, `[T]`.
+        """Return the log-probabilities `[T]` of a batch's sampled tokens, as `lookup` does.
 
         Raises LookupError, with the reason `why`, if a sampled token has none.
         """
@@ -203,13 +202,13 @@ class LogpCache:
         return values
 
     def keep(self, versions: Collection[int]) -> None:
-        """Drop the log-probabilities of all versions that are not in `versions`."""
+        """Drop the log-probabilities of tokens of all versions that are not in `versions`."""
         self._logps = {key: logp for key, logp in self._logps.items() if key.version in versions}
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return all log-probabilities in one tensor, and a row with the place of each token run.
+        """Return the cache for a checkpoint: `logp` with all values, and `places`.
 
-        A row is `(version, episode, start, length)`.
+        `places` has a row `(version, episode, start, length)` for each run of tokens.
         """
         places = [(*key, len(logp)) for key, logp in self._logps.items()]
         return {

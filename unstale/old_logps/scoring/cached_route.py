@@ -1,4 +1,4 @@
-"""The base class of routes that store log-probabilities of tokens until a batch needs them."""
+"""The base class of routes that compute `old_logp` of tokens before their batch exists."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 
 class CachedRoute(OldLogps):
-    """A route that computes the old log-probabilities of tokens before their batch is trained
-    on.
-    """
+    """A route that computes `old_logp` of tokens early, and keeps it until their batch needs it."""
 
     def __init__(self, scorer: Scorer) -> None:
         from unstale.old_logps.scoring.cache import LogpCache  # it imports torch
@@ -33,5 +31,5 @@ class CachedRoute(OldLogps):
         self.cache.restore(state["answers"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Compute missing `old_logp` of past versions' tokens with the trainer's model."""
+        """Compute missing `old_logp` of tokens of past versions, with weights read from disk."""
         self.cache.recover(past, weights)

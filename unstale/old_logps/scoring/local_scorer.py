@@ -1,4 +1,4 @@
-"""The scorer for a model in this process. It computes log-probabilities under given weights."""
+"""The scorer for a model in this process: it computes log-probabilities under given weights."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,7 +27,7 @@ from unstale.weights.store import VersionStore
 
 
 def delta_store(scorer: Scorer | None) -> VersionStore | None:
-    """Return the scorer's store of past weights. None if it has no such store in this process."""
+    """Return the store in which a scorer keeps past weights. None if it has no `VersionStore`."""
     store = scorer.store if scorer else None
     return store if isinstance(store, VersionStore) else None
 
@@ -35,8 +35,8 @@ def delta_store(scorer: Scorer | None) -> VersionStore | None:
 class LocalScorer:
     """A scorer for a model in this process: it computes log-probabilities of given tokens.
 
-    A second model loads past versions of the weights, and a third loads moving averages. They exist
-    only if a route or the audit asks for them.
+    Past versions of the weights are loaded into a second model, and moving averages into a third.
+    These models exist only if a route or the audit asks for them.
     """
 
     def __init__(self, policy: Policy, temperature: float, max_tokens: int) -> None:
@@ -50,16 +50,16 @@ class LocalScorer:
         self.max_tokens = max_tokens
         self.store: WeightStore | None = None
         self._stored: Policy | None = None
-        """The model into which the store of past versions loads one version at a time."""
+        """The model into which past versions are loaded, one at a time. None if none are kept."""
         self._averaged: Policy | None = None
-        """The model into which moving averages of the weights are loaded to compute
-        log-probabilities.
+        """The model into which moving averages of the weights are loaded. None if there are
+        none.
         """
         self._loaded: LocalAverage | None = None
-        """The average whose weights `_averaged` currently has. None if it has none."""
+        """The average whose weights `_averaged` has at present. None if it has none."""
         self._read: Callable[[int], Policy] | None = None
         """A function that returns a model with the weights of a version, read from disk. None
-        outside the context `reading`.
+        outside of the context `reading`.
         """
         self._placement: Placement = "twin"
         self._restore_s = 0.0
@@ -104,7 +104,7 @@ class LocalScorer:
 
     @property
     def model_bytes(self) -> int:
-        """The bytes of this process's copy of the model, or of its part on a trainer rank."""
+        """The size in bytes of this process's model. On a trainer rank, the size of its part."""
         return self.policy.num_bytes
 
     def lag(self, version: Tensor) -> Tensor:
@@ -233,9 +233,9 @@ class LocalScorer:
     def score_average(
         self, average: "LocalAverage", batch: Batch | Packed, where: Tensor
     ) -> Scored:
-        """Return the log-probabilities of a batch's tokens under a moving average of this scorer.
+        """Return the log-probabilities `[T]` of a batch's tokens under an average of weights.
 
-        They are 0 at tokens that the mask `where` does not select.
+        They are 0 for tokens that are not in the mask `where`.
         """
         if isinstance(average, HostAverage):
             return self._score(self.policy.with_weights(average.tensors), batch, where)
@@ -246,7 +246,7 @@ class LocalScorer:
         return self._score(self._averaged, batch, where)
 
     def unload(self, average: "LocalAverage") -> None:
-        """Mark `average` as changed, so that it is loaded again before its next use."""
+        """Note that `average` has changed, so that it is loaded again before its next use."""
         if self._loaded is average:
             self._loaded = None
 
@@ -258,9 +258,7 @@ class LocalScorer:
         return scored
 
     def _model(self, version: int | None) -> Policy:
-        """Return a model that has the weights of `version`, or the current weights if it is
-        None.
-        """
+        """Return a model with the weights of `version`. None means the current weights."""
         if version is None:
             return self.policy
         if self._read is not None:
@@ -273,10 +271,9 @@ class LocalScorer:
         return self._stored
 
     def _shortest_path(self, versions: Collection[int]) -> list[int]:
-        """Return versions in ascending or descending order, whichever begins nearer to the loaded
-        one.
+        """Sort versions up or down, beginning nearer to the version that is loaded.
 
-        The store moves from version to version by deltas. With this order it applies the fewest.
+        The store moves from version to version by differences. In this order it applies the fewest.
         """
         path = sorted(versions)
         if path and self.store is not None:
@@ -315,10 +312,9 @@ class LocalAverage(Average):
 
 
 class HostAverage(LocalAverage):
-    """A moving average of weights in main memory, which the trained model loads for its passes.
+    """A moving average of the weights, kept in main memory instead of in a further model.
 
-    During these passes the trained weights are in main memory, which is pinned if they come from a
-    GPU.
+    It replaces the weights of the trained model during its passes. These are then in main memory.
     """
 
     def __init__(self, scorer: LocalScorer) -> None:

@@ -1,4 +1,4 @@
-"""A queue of sampled tokens whose log-probabilities are to be computed. It does not need torch.
+"""A queue of sampled tokens whose log-probabilities are still to be computed, without torch.
 
 A piece is a run of tokens of one episode that one version sampled.
 """
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """The key of a run of sampled tokens: version, episode, and place of the first in the
-    episode.
-    """
+    """The key of a run of sampled tokens. `start` is its position in the episode."""
 
     version: int
     episode: int
@@ -30,20 +28,20 @@ def key_of(piece: "PendingPiece") -> PieceKey:
 class PieceText(NamedTuple):
     """The tokens of an episode up to the end of a run of sampled tokens.
 
-    The log-probabilities of this run are to be computed.
+    It is what a model reads to compute the log-probabilities of this run.
     """
 
     tokens: Sequence[int]
     routed_experts: "RoutedExperts | None" = None
-    """The experts that an MoE model chose for `tokens`, under the weights that sampled the run."""
+    """The experts that an MoE model used for `tokens`, under the weights that sampled the run."""
     kept_sets: "KeptSets | None" = None
-    """The sets from which truncated sampling drew the tokens of the run, the last ones of
-    `tokens`.
+    """The sets of tokens to which sampling was truncated, for the tokens of the run (the last ones
+    of `tokens`).
     """
 
 
 Pieces = dict[PieceKey, PieceText]
-"""The runs of tokens whose log-probabilities are to be computed, by key, each with its text."""
+"""Runs of tokens whose log-probabilities are to be computed, by key, each with its text."""
 
 
 def text_of(piece: "PendingPiece") -> PieceText:
@@ -55,7 +53,7 @@ def by_key(pieces: "Iterable[PendingPiece]") -> Pieces:
 
 
 class ScoreQueue:
-    """A queue of the sampled tokens of one version whose log-probabilities are to be computed."""
+    """A queue of sampled tokens of one version whose log-probabilities are to be computed."""
 
     def __init__(self) -> None:
         self._episodes: dict[int, Pieces] = {}
@@ -70,10 +68,10 @@ class ScoreQueue:
         self._episodes.setdefault(key.episode, {})[key] = text
 
     def take(self, max_tokens: int) -> Pieces:
-        """Remove and return token runs for one forward pass, from the longest waiting episodes.
+        """Remove and return runs of tokens for one forward pass, longest waiting first.
 
-        All runs of an episode are taken together. So a single episode may have more than
-        `max_tokens` tokens.
+        All runs of an episode are taken together. So the result has more than `max_tokens` tokens
+        if the first episode is longer.
         """
         taken: Pieces = {}
         for episode, pieces in list(self._episodes.items()):
@@ -90,14 +88,13 @@ class ScoreQueue:
         return {key: text for pieces in taken.values() for key, text in pieces.items()}
 
     def discard(self, episodes: Iterable[int]) -> None:
-        """Remove the runs of sampled tokens of these episodes."""
+        """Remove all runs of sampled tokens of these episodes."""
         for episode in episodes:
             self._episodes.pop(episode, None)
 
 
 class ScoringOrder:
-    """A second model's work in order: all tokens of one version, then the weights of the next
-    version.
+    """The order of a second model's work: a version's tokens, then the next version's weights.
 
     `max_tokens` is the largest number of tokens in a forward pass.
     """
@@ -110,16 +107,13 @@ class ScoringOrder:
         """Versions to be loaded, oldest first, with their weights."""
 
     def __bool__(self) -> bool:
-        """True if there is work to do at present.
-
-        Tokens of versions that are not loaded yet do not count.
-        """
+        """Return True if a version is to be loaded, or tokens of the loaded version wait."""
         return bool(self._versions) or bool(self._pieces.get(self._loaded))
 
     def add_pieces(self, pieces: Pieces) -> None:
         """Add sampled tokens whose log-probabilities are to be computed.
 
-        Raises `RuntimeError` if the model has already loaded a newer version than theirs.
+        Raises `RuntimeError` for tokens of an older version than the loaded one.
         """
         for key, text in pieces.items():
             if key.version < self._loaded:
@@ -132,15 +126,15 @@ class ScoringOrder:
         self._versions.append((version, weights))
 
     def take_pieces(self) -> Pieces:
-        """Remove and return the next tokens whose log-probabilities the loaded weights give.
+        """Remove and return tokens of the loaded version for one forward pass.
 
-        Empty if there are none.
+        Empty if none wait.
         """
         queue = self._pieces.get(self._loaded)
         return queue.take(self._max_tokens) if queue else {}
 
     def take_version(self) -> tuple[int, Any]:
-        """Remove and return the next version to be loaded: its number and its weights."""
+        """Remove and return the next version to load: its number and its weights."""
         self._pieces.pop(self._loaded, None)
         self._loaded, weights = self._versions.popleft()
         return self._loaded, weights

@@ -1,7 +1,7 @@
 """The interface of scorers, which compute log-probabilities under the weights of a given version.
 
-Routes and the audit use a `Scorer` and never a model, so the weights may be anywhere.
-`local_scorer.LocalScorer` is for a model of this process, with old weights from a `VersionStore`
+Routes and the audit use a `Scorer`, never a model, so the weights may be anywhere.
+`local_scorer.LocalScorer` is for a model of this process, with past weights from a `VersionStore`
 (`unstale/weights/store.py`). Each trainer rank has a `LocalScorer`, too, for its part of the model
 (`cluster/ranks_worker.py`).
 """
@@ -22,13 +22,13 @@ from unstale.model.whole_weights import WholeWeights
 from unstale.records import Batch
 
 Weights = Callable[[int], Mapping[str, Tensor]]
-"""A function that reads the weights of a past version from disk. It raises LookupError if they were
-not kept.
+"""A function that reads the weights of a past version, by its number, from disk. It raises
+LookupError if they were not kept.
 """
 
 
 class WeightStore(Protocol):
-    """Weights of several versions, which can be loaded into a single set of tensors."""
+    """A store of the weights of several versions, which loads one at a time into given tensors."""
 
     encode_s: float
 
@@ -37,7 +37,7 @@ class WeightStore(Protocol):
 
     @property
     def at(self) -> int:
-        """The version whose weights the tensors currently have, or -1 if they have none."""
+        """The version whose weights the tensors have at present, or -1 if they have none."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class WeightStore(Protocol):
     def move_to(self, version: int) -> None:
         """Load the weights of `version` into the tensors.
 
-        Raises LookupError if this version was dropped.
+        Raises LookupError if the store does not have this version.
         """
         ...
 
@@ -67,32 +67,32 @@ class WeightStore(Protocol):
 
 
 MakeStore = Callable[[Mapping[str, Tensor]], WeightStore]
-"""A function that makes a store which loads versions into the given tensors. A scorer on several
-devices calls it once for each shard.
+"""A function that creates a store of weights, which loads versions into the given tensors. A scorer
+on several devices calls it once for each part of the model.
 """
 
 
 class WeightAverage(Protocol):
-    """A moving average of the trainer's weights, which gives log-probabilities of tokens.
+    """A moving average of the trainer's weights, under which log-probabilities can be computed.
 
     See arXiv 2110.00641.
     """
 
     @property
     def weight(self) -> float:
-        """The sum of the decayed weights of all updates, 0 before the first update."""
+        """The sum of the updates' weights, which decay with age. 0 before the first update."""
         ...
 
     @property
     def age(self) -> float:
-        """The mean age of the averaged weights, in updates."""
+        """The mean age of the averaged weights, counted in updates."""
         ...
 
     @property
     def bytes(self) -> int: ...
 
     def update(self, beta: float | None) -> None:
-        """Add the trainer's weights with decay `beta`.
+        """Update the average with the trainer's weights and the decay `beta`.
 
         If `beta` is None, set the average to the trainer's weights.
         """
@@ -101,7 +101,7 @@ class WeightAverage(Protocol):
     def score(self, batch: Batch | Packed, where: Tensor) -> Scored:
         """Return the log-probabilities `[T]` of the tokens of `batch` under the averaged weights.
 
-        They are 0 at tokens that the mask `where` does not select.
+        They are 0 for tokens that are not in the mask `where`.
         """
         ...
 
@@ -113,8 +113,8 @@ class WeightAverage(Protocol):
 class Scorer(Protocol):
     """An object that computes log-probabilities under current weights, past versions, or averages.
 
-    The weights may be in this process, on several devices or in another process. Only one route
-    uses a scorer, because it has one set of kept versions. Not thread-safe.
+    The weights may be in this process, on several devices or in another process. Each user (a route
+    or the audit) needs a scorer of its own, which has one set of kept versions. Not thread-safe.
     """
 
     forward_tokens: int
@@ -124,12 +124,15 @@ class Scorer(Protocol):
 
     @property
     def version(self) -> int:
-        """The number of the version that was published last."""
+        """The number of the version that was published last, or is published next."""
         ...
 
     @property
     def weights_match_version(self) -> bool:
-        """True while the trainer has the weights of `version`: until the next optimizer step."""
+        """True while the trainer has the weights of `version`.
+
+        The next optimizer step makes it False.
+        """
         ...
 
     @property
@@ -159,13 +162,11 @@ class Scorer(Protocol):
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return the lag of each token: the batches trained between its `version` and the current
-        one.
-        """
+        """Return how many batches were trained on since each token's `version` sampled it."""
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
-        """Return log-probabilities `[T]` of the tokens in the mask `where` `[T]`, and 0 elsewhere.
+        """Return log-probabilities `[T]` of the tokens in the mask `where`, and 0 for other tokens.
 
         They are computed with the kept weights of `version`, or the current weights if it is None.
         Raises LookupError if the weights of `version` were not kept.
@@ -173,11 +174,11 @@ class Scorer(Protocol):
         ...
 
     def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
-        """Return log-probabilities `[T]` at the mask `where`, each under its token's own version.
+        """Return log-probabilities `[T]` of tokens, each under the version that sampled it.
 
-        The weights of a version come from the version store. With `use_trained`, the trainer's
-        model computes those of the current version's tokens instead, if no optimizer step has
-        changed it since that version was published.
+        Only the tokens in the mask `where` are computed. The weights come from the store of past
+        versions. With `use_trained`, the trainer's model computes the values of the current
+        version's tokens instead, as long as no optimizer step has changed it.
         """
         ...
 
@@ -186,65 +187,62 @@ class Scorer(Protocol):
     ) -> None:
         """Keep the weights of past versions from now on. Must not be called twice.
 
-        The weights are kept in a `VersionStore`, or in the store that `make_store` returns. A
-        second model loads them to compute log-probabilities, or with the placement `own` the
-        trained model.
+        The weights are kept in a `VersionStore`, or in the store that `make_store` returns. To
+        compute log-probabilities, they are loaded into a second model, or with `placement` "own"
+        into the trained model.
         """
         ...
 
     def put(self) -> None:
-        """Keep a copy of the trainer's weights as those of the current version."""
+        """Keep a copy of the trainer's weights, as those of the current version."""
         ...
 
     def keep(self, live: Collection[int]) -> None:
-        """Drop the kept versions that are not in `live`. The newest version may be kept, too."""
+        """Drop kept versions that are not in `live`.
+
+        The newest version may be kept nevertheless.
+        """
         ...
 
     def begin_put(self, live: Collection[int]) -> None:
-        """Begin to do what `put` and `keep` do, in another thread.
+        """Start a thread that keeps the current weights and the versions in `live`.
 
-        The scorer must use a `VersionStore`. The next use of kept versions, and the next change of
-        the weights, waits for the thread and raises its error.
+        Other versions are dropped. The scorer must use a `VersionStore`. The next use of kept
+        versions, and the next change of the weights, waits for the thread and raises its error.
         """
         ...
 
     def recover(self, live: Collection[int], weights: Weights) -> None:
         """Keep exactly the versions `live`.
 
-        Missing ones are read from disk by `weights`, others dropped.
+        Missing ones are read from disk by `weights`, and others dropped.
         """
         ...
 
     def reading(self, weights: Weights) -> AbstractContextManager[None]:
-        """Return a context in which `score` reads the weights of past versions from disk.
-
-        `weights` is the function that reads them.
-        """
+        """Return a context in which `score` reads past versions from disk by `weights`."""
         ...
 
     def make_average(self, *, placement: Placement = "twin") -> WeightAverage:
         """Return an empty moving average of the trainer's weights.
 
-        A second model loads it to compute log-probabilities. With the placement `own` the average
-        is in main memory, and the trained model loads it.
+        To compute log-probabilities, it is loaded into a further model. With `placement` "own", it
+        is in main memory and is loaded into the trained model.
         """
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the trainer's weights by name.
-
-        The next optimizer step changes them, so copy them before.
-        """
+        """Return the trainer's weights by name. The next optimizer step changes these tensors."""
         ...
 
     def whole_weights(self) -> WholeWeights:
-        """Return the trainer's weights, gathered from all ranks, to be read one at a time."""
+        """Return the trainer's whole weights, which are gathered from all ranks one at a time."""
         ...
 
     def export(self, folder: Path | str) -> dict[str, Any]:
         """Save the model, without LoRA adapters, in a folder for another process.
 
-        Return the arguments of `LocalScorer.load` for that process, as JSON types.
+        Return the argument of `LocalScorer.load` for that process, in JSON types.
         """
         ...
 
@@ -253,7 +251,10 @@ class Scorer(Protocol):
         ...
 
     def costs(self) -> Mapping[str, float]:
-        """Return metrics of kept versions: seconds since the last call, and bytes in memory."""
+        """Return metrics of keeping past versions.
+
+        Seconds are since the last call, and bytes those in memory.
+        """
         ...
 
     def state(self) -> Mapping[str, Any]:

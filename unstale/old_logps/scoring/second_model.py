@@ -1,7 +1,7 @@
 """The exchange with a second model, which computes log-probabilities outside of the trainer.
 
-The model is in another process or on separate ranks. It computes those of all sampled tokens of a
-version, and then loads the next version.
+The model is in another process or on separate ranks. It computes the log-probabilities of all
+sampled tokens of a version, and then loads the next version.
 """
 
 import time
@@ -21,9 +21,7 @@ tokens.
 
 
 class Link(Protocol):
-    """A connection to a second model, which handles messages in the order in which they were
-    sent.
-    """
+    """A connection to a second model, which handles messages in the order of sending."""
 
     def load(self, version: int, weights: Any) -> None:
         """Send the weights of a version, without waiting until the model has loaded them."""
@@ -37,7 +35,7 @@ class Link(Protocol):
         ...
 
     def receive(self, *, wait: bool) -> list[Reply] | None:
-        """Return complete replies, or None if nothing has arrived.
+        """Return the replies that have arrived completely, or None if nothing has arrived.
 
         With `wait`, wait until something arrives. Also returns None if the model has not been
         started. Raises an error if it has ended.
@@ -46,11 +44,11 @@ class Link(Protocol):
 
 
 class SecondModel:
-    """The work of a second copy of the model, which computes old log-probabilities elsewhere.
+    """The trainer's side of a second model, which computes old log-probabilities elsewhere.
 
-    This object records the versions and tokens that were sent there, and the values that came back.
-    With `lockstep` no result depends on the speed of the model: tokens are sent in a fixed order
-    when the next version is published or a batch needs them, and the caller waits for all values.
+    This object records the versions and tokens that were sent, and the values that came back. With
+    `lockstep` no result depends on the speed of the model: tokens are sent in a fixed order when
+    the next version is published or a batch needs them, and the caller waits for all values.
     """
 
     def __init__(
@@ -58,21 +56,21 @@ class SecondModel:
     ) -> None:
         """Create the record of a second model to which nothing was sent yet. `link` connects to it.
 
-        `add_scores` is called with the rows of log-probabilities in a reply, and the number of
-        tokens in the forward passes that computed them.
+        `add_scores` is called for each reply with log-probabilities: with its rows, and with the
+        number of tokens in the forward passes that computed them.
         """
         self.loaded = -1
-        """The version of the weights that the model has loaded. -1 before the first."""
+        """The version of the weights that the second model has. -1 before it has any."""
         self.sent = -1
-        """The version of the weights that was sent last. -1 before the first."""
+        """The version of the weights that was sent last. -1 before any was sent."""
         self._link = link
         self._add_scores = add_scores
         self._lockstep = lockstep
         self._held: Pieces = {}
-        """Tokens that have arrived but are sent later, because of `lockstep`."""
+        """Tokens that `lockstep` holds back, to be sent later."""
         self._unscored: dict[PieceKey, None] = {}
-        """Keys of the runs of tokens that were sent and whose log-probabilities have not come back
-        yet, in the order of sending.
+        """Keys of runs of tokens that were sent but whose log-probabilities have not come back yet,
+        in the order of sending.
         """
 
     def load(self, version: int, weights: Any) -> None:
@@ -81,7 +79,7 @@ class SecondModel:
         self.sent = version
 
     def on_piece(self, piece: "PendingPiece") -> None:
-        """Send sampled tokens to the second model, or hold them back with `lockstep`.
+        """Send sampled tokens to the second model. With `lockstep`, hold them back for now.
 
         Does not block.
         """
@@ -93,14 +91,14 @@ class SecondModel:
     def finish_version(self) -> float:
         """With `lockstep`, wait for the log-probabilities of all tokens.
 
-        Return the seconds of the wait.
+        Return the seconds waited.
         """
         return self.score_all() if self._lockstep else 0.0
 
     def score_all(self) -> float:
         """Send the tokens held back by `lockstep`. Wait for the log-probabilities of all tokens.
 
-        Return the seconds of the wait.
+        Return the seconds waited.
         """
         due = {key: self._held.pop(key) for key in sorted(self._held) if key.version <= self.sent}
         if due:
@@ -110,17 +108,17 @@ class SecondModel:
     def wait_for(self, wanted: Callable[[PieceKey], bool]) -> float:
         """Wait for the log-probabilities of the tokens whose key satisfies `wanted`.
 
-        Return the seconds of the wait.
+        With `lockstep`, wait for those of all tokens. Return the seconds waited.
         """
         if self._lockstep:
             return self.score_all()
         return self._receive_until(lambda: not self._is_due(wanted))
 
     def wait_until_loaded(self) -> float:
-        """Wait until the model has loaded the version sent last. Return the seconds of the wait.
+        """Wait until the model has loaded the version that was sent last.
 
-        By then it has computed the log-probabilities of all tokens of earlier versions, because it
-        does so before it loads new weights.
+        Return the seconds waited. By then it has computed the log-probabilities of all tokens of
+        earlier versions, because it does so before it loads new weights.
         """
         return self._receive_until(lambda: self.loaded == self.sent)
 
@@ -129,14 +127,14 @@ class SecondModel:
         self._link.score(pieces)
 
     def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
-        """Return True if the log-probabilities of a sent run of tokens have not come back yet.
+        """Return True if a run of tokens with a `wanted` key still lacks its values.
 
-        Only keys that satisfy `wanted` count, and only those of versions that were sent.
+        Only runs of versions that were sent count.
         """
         return any(key.version <= self.sent and wanted(key) for key in self._unscored.copy())
 
     def _receive_until(self, done: Callable[[], bool]) -> float:
-        """Receive replies until `done()` is True. Return the seconds of the wait."""
+        """Receive replies until `done()` is True. Return the seconds waited."""
         began = time.perf_counter()
         while (replies := self._link.receive(wait=not done())) is not None:
             for reply in replies:

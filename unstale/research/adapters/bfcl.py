@@ -1,9 +1,10 @@
 """The tasks of the Berkeley Function Calling Leaderboard (BFCL v4): `--task.env bfcl:multiple`.
 
-Questions, schemas and verdicts are from the package `bfcl-eval`. Its dependencies are not needed:
-only modules that import none of them are used. Single-turn replies are judged by its `ast_checker`,
-which compares parsed calls and runs none. Multi-turn calls run on its API classes in the sandbox,
-where its `multi_turn_checker` also compares states and results.
+Questions, function schemas and verdicts are from the package `bfcl-eval`. The dependencies of
+`bfcl-eval` are not needed: only its modules that import none of them are used. Single-turn replies
+are judged by its `ast_checker`, which compares parsed calls and runs none. Multi-turn calls run on
+its API classes in the sandbox, where its `multi_turn_checker` compares the calls' results and the
+final states.
 """
 
 import importlib.util
@@ -36,19 +37,18 @@ MULTI_TURN = (
 REFUSED = ("web_search", "memory", "format_sensitivity")
 """Prefixes of the names of categories that this adapter does not support."""
 MAX_STEPS = 20
-"""Largest number of replies in one turn, as in `bfcl_eval`. If a further reply is needed, the task
-fails.
+"""Largest number of replies in one turn, as in `bfcl_eval`. A task that needs more
+replies fails.
 """
 MAX_CALL_CHARACTERS = 10_000
-"""Largest number of characters in a reply's calls as JSON. Longer calls count as wrong, so that no
-check takes long.
+"""Largest number of characters of a reply's calls as JSON. Longer calls count as wrong, because
+checking them could take long.
 """
 LIMITS = sandbox.Limits(seconds=10.0, memory_mb=1024, file_mb=1)
 
 _SIGNAL = 128
-"""Exit codes of a program above this number mean that a signal ended it."""
 _MODEL = "policy"
-"""The name of the model that is passed to the checkers."""
+"""Name of the policy for the checkers of `bfcl_eval`."""
 _FOLDER = TemporaryDirectory(prefix="bfcl-", ignore_cleanup_errors=True)
 """The folder in which `bfcl_eval` creates its own folders when it is imported."""
 
@@ -75,11 +75,12 @@ sys.stdout.write("\\0" + json.dumps(answer))
 
 @cache
 def bfcl() -> SimpleNamespace:
-    """Return the used parts of `bfcl_eval`, imported without the leaderboard's models and clients.
+    """Return the functions and tables of `bfcl_eval` that this adapter uses.
 
-    Of its table of models, `ast_checker` only reads whether a model replaces dots in the names of
-    functions. Here the table has one entry, for a policy that does not. Raises `ConfigError` if the
-    package is not installed.
+    They are imported without the leaderboard's models and clients. `ast_checker` reads only one
+    fact from the leaderboard's table of models: whether a model replaces dots in function names.
+    Here the table has one entry, for a policy that keeps dots. Raises `ConfigError` if the package
+    is not installed.
     """
     before = os.environ.get("BFCL_PROJECT_ROOT")
     os.environ["BFCL_PROJECT_ROOT"] = _FOLDER.name
@@ -124,10 +125,10 @@ def bfcl() -> SimpleNamespace:
 
 
 class BfclTasks(ListedTasks):
-    """The tasks of one category. A hash of each task's id decides whether the task is held out."""
+    """The tasks of one BFCL category. A hash of a task's id decides whether it is held out."""
 
     def __init__(self, category: str, *, held_out_share: float = 0.25) -> None:
-        """Load a category. Raises `ConfigError` if it is unknown or cannot be used."""
+        """Load a category. Raises `ConfigError` if it is unknown or not supported."""
         known = (*SINGLE_TURN, *MULTI_TURN)
         if category.startswith(REFUSED):
             raise ConfigError(
@@ -170,9 +171,10 @@ class BfclTasks(ListedTasks):
         return BfclTurns(entry) if self.category in MULTI_TURN else BfclEnv(entry, self.category)
 
     def demonstration(self, task: Task) -> tuple[Message, ...]:
-        """Return the question of a task, followed by a reply with right calls.
+        """Return the question of a task and a reply with the right calls.
 
-        Raises `ConfigError` for categories of several turns, without calls, or not in Python.
+        Raises `ConfigError` for a category with several turns, with replies without calls, or with
+        a language other than Python.
         """
         others = ("simple_java", "simple_javascript")
         entry = self.data_of(task)
@@ -208,7 +210,7 @@ def load_entries(category: str) -> list[Mapping[str, Any]]:
 
 
 def as_tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function of BFCL as a tool with a JSON schema."""
+    """Convert a function description of BFCL to a tool with a JSON schema."""
     shown = {key: function[key] for key in ("name", "description")}
     return {
         "type": "function",
@@ -217,7 +219,7 @@ def as_tool(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_schema(schema: Any) -> Any:
-    """Return a schema of BFCL with the types of JSON Schema, such as `object` for `dict`."""
+    """Convert a schema of BFCL to JSON Schema: types are renamed, such as `dict` to `object`."""
     if not isinstance(schema, Mapping):
         return schema
     converted = dict(schema)
@@ -233,7 +235,7 @@ def json_schema(schema: Any) -> Any:
 
 
 def share_of(name: str) -> float:
-    """Return a number in [0, 1) that depends only on the id of a task."""
+    """Return a number in [0, 1) that is a hash of the task id `name`."""
     return int.from_bytes(blake2b(name.encode(), digest_size=6).digest()) / 2**48
 
 
@@ -281,10 +283,10 @@ def is_valid(entry: Mapping[str, Any], category: str, calls: Sequence[ToolCall])
 
 
 class BfclTurns:
-    """An environment with several turns. A turn ends with a reply without calls.
+    """An environment with several user turns. A turn ends with a reply without calls.
 
-    The reward `valid` is 1 if the API classes have the right states, and gave the right results,
-    after every turn.
+    The reward `valid` is 1 if, after every turn, the API classes have the right states and have
+    returned the right results, otherwise 0.
     """
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
@@ -313,7 +315,7 @@ class BfclTurns:
         return Turn(tuple(Message("tool", text) for text in texts))
 
     def _question(self) -> tuple[Message, ...]:
-        """Return the messages that begin the current turn. They may announce further tools."""
+        """Return the messages that begin the current turn: the question, and possibly new tools."""
         number = len(self._turns) - 1
         added = self._entry.get("missed_function", {}).get(str(number), [])
         if not added:
@@ -332,10 +334,11 @@ class BfclTurns:
         return f"Error: {wrong[0]!r} is no argument of {call.name}" if wrong else ""
 
     async def _run(self, answers: Any) -> Any:
-        """Return the results of the last calls.
+        """Run all calls of the episode from the start, and return the results of the last reply's
+        calls.
 
-        With `answers`, return the verdict on all calls instead. Every call runs again from the
-        start, so an episode holds no state of foreign code.
+        With `answers`, the right calls of all turns, return True if the episode is right instead.
+        Calls run again each time so that an episode keeps no state of foreign code.
         """
         keys = ("id", "initial_config", "involved_classes")
         entry = {key: self._entry[key] for key in keys}
@@ -360,9 +363,9 @@ def as_python(call: ToolCall) -> str:
 
 
 def reference_calls(entry: Mapping[str, Any]) -> tuple[ToolCall, ...]:
-    """Return calls that the leaderboard accepts: each argument has its first possible value.
+    """Return calls that the leaderboard accepts as the answer to a task in Python.
 
-    Only for Python. Optional arguments are left out.
+    Each argument has the first of its accepted values. Optional arguments are left out.
     """
     calls = []
     for answer in entry["answer"]:
@@ -372,9 +375,11 @@ def reference_calls(entry: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def first_values(arguments: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
-    """Return the first possible value of each required argument. With `optional`, of all arguments.
+    """Return the first accepted value of each required argument, or of all arguments with
+    `optional`.
 
-    The values of an object, and of objects in a list, are again lists of possible values.
+    `arguments` maps each name to its list of accepted values. The fields of a value that is an
+    object have such lists, too.
     """
     found = {}
     for name, values in arguments.items():

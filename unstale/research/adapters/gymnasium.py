@@ -20,7 +20,7 @@ from unstale.records import Task
 
 _INTEGER = re.compile(r"(?<![\w.])-?\d{1,18}(?![\w]|\.\d)", re.ASCII)
 _COLOURED_TEXT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
-"""Pattern of coloured terminal text, which usually shows the position of the player."""
+"""Pattern of coloured terminal text, with which games usually mark the player's position."""
 
 
 class GymnasiumTasks(NumberedTasks):
@@ -66,7 +66,7 @@ class GymnasiumTasks(NumberedTasks):
 
 
 class GymnasiumEnv:
-    """One episode of a Gymnasium environment. Its reward is the sum of the rewards of its steps."""
+    """One episode of a Gymnasium environment. Its reward is the sum of all step rewards."""
 
     def __init__(self, tasks: GymnasiumTasks, seed: int) -> None:
         self._env = tasks.make()
@@ -99,10 +99,7 @@ class GymnasiumEnv:
             self._env.close()
 
     def _action(self, text: str) -> Any:
-        """Return the action that the text of a reply names.
-
-        None if the text has no valid action.
-        """
+        """Return the action that a reply's text names, or None if it names no valid action."""
         space = self._env.action_space
         action: Any = text
         if isinstance(space, Discrete):

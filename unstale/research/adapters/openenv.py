@@ -1,8 +1,8 @@
 """Environments of a running OpenEnv server: `--task.env openenv:http://127.0.0.1:8000`.
 
-Each reply is converted to an action with the server's schema. If the schema has a single text
+Each reply becomes an action by the server's schema of actions. If the schema has a single text
 field, the whole reply is its value. Otherwise the reply must call a tool, whose arguments are the
-fields. The tools of an environment with the MCP protocol are used unchanged.
+fields of the action. The tools of an environment with the MCP protocol are used unchanged.
 """
 
 import json
@@ -19,7 +19,7 @@ from unstale.envs.strict_json import loads
 from unstale.records import Task
 
 ACT = "act"
-"""Name of the tool that the policy calls if an action has several fields."""
+"""Name of the tool by whose call the policy gives an action with several fields."""
 
 _WAIT_S = 10.0
 _REFUSED = "(code: VALIDATION_ERROR)"
@@ -27,11 +27,11 @@ _HIDDEN = frozenset({"done", "metadata", "reward"})
 
 
 class OpenEnvTasks(NumberedTasks):
-    """Tasks on one OpenEnv server. Each episode has a new session there.
+    """Tasks on one OpenEnv server. Each episode opens its own session on the server.
 
-    The server must allow one session per concurrent episode (`max_concurrent_envs`). `options` and
-    the seed are passed to every `reset`. Training and held-out tasks have different seeds.
-    `timeout_s` is the longest time in seconds for an answer of the server.
+    The server must allow one session for each concurrent episode (`max_concurrent_envs`). Each
+    `reset` receives `options` and the task's seed. Training and held-out tasks have different
+    seeds. An answer of the server may take at most `timeout_s` seconds.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ def only_text(schema: Mapping[str, Any]) -> str:
 
 
 def as_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool of MCP or OpenEnv in the format that chat templates expect."""
+    """Convert a tool description of MCP or OpenEnv to the format that chat templates expect."""
     schema = tool.get("inputSchema") or tool.get("input_schema")
     function = {
         "name": tool["name"],
@@ -184,9 +184,8 @@ class OpenEnv:
         return await self._act(arguments)
 
     async def _act(self, action: Mapping[str, Any]) -> str:
-        """Send an action.
-
-        Return the observation as text, or an error message if the action is invalid.
+        """Send an action. Return the new observation as text, or an error message for an invalid
+        action.
         """
         try:
             with self._env_errors():
@@ -222,8 +221,10 @@ def connection_class() -> Any:
     from websockets.exceptions import WebSocketException
 
     class Connection(GenericEnvClient):
-        """A connection that is not opened again after a loss, because its environment is lost with
-        it.
+        """A client connection that raises `ConnectionError` when it is lost, instead of
+        reconnecting.
+
+        The server drops the environment of a lost connection.
         """
 
         _begun = False

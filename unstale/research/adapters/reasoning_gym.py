@@ -25,8 +25,8 @@ from unstale.envs.question import ToolRunner
 from unstale.records import Task
 
 UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
-"""Data sets whose puzzles depend on the order of Python sets. PYTHONHASHSEED=0 makes them
-reproducible.
+"""Data sets whose puzzles depend on the iteration order of Python sets. Only PYTHONHASHSEED=0 makes
+them reproducible.
 """
 
 LIMITS = sandbox.Limits(seconds=20.0, memory_mb=2048, file_mb=1)
@@ -34,11 +34,11 @@ MAX_EVALUATED = 500
 """Largest number of characters of an answer that a scorer evaluates as code."""
 
 PROBED = 8
-"""Number of puzzles on which constant answers are tried, to find data sets that reward them."""
+"""Number of puzzles of a data set on which constant answers are tried, to see whether they pay."""
 CONSTANTS = ("", "?", "0", "1", "True", "False", "yes", "no", "A")
 GIVEAWAY = 0.75
-"""Smallest mean score of a constant answer with which a data set counts as rewarding it. Guessing
-one of two answers gives 0.5.
+"""Smallest mean score at which a constant answer counts as paying. It is above 0.5, the score of
+guessing one of two answers.
 """
 
 CALCULATOR_PROMPT = "Work it out with the tool, then give the result alone."
@@ -70,11 +70,11 @@ sys.stdout.write(repr(score))
 
 
 class ReasoningGymTasks(NumberedTasks):
-    """The puzzles of one reasoning-gym data set, with its options, or of several in turn.
+    """The puzzles of one reasoning-gym data set with its options, or of several in turn.
 
-    `dataset` is a name, or several divided by `+`, which then have their default options. With the
-    `tool` `calculator`, the policy can work out expressions before it answers. Training and
-    held-out tasks have different seeds.
+    `dataset` is a name, or several names joined by `+`; several data sets have their default
+    options. With the `tool` `calculator`, the policy can compute expressions before it answers.
+    Training and held-out tasks have different seeds.
     """
 
     def __init__(self, dataset: str, *, tool: str = "none", **config: Any) -> None:
@@ -103,16 +103,16 @@ class ReasoningGymTasks(NumberedTasks):
         return dataset
 
     def puzzle(self, task: Task) -> "Puzzle":
-        """Return the puzzle of a task. Successive tasks take the data sets in turn."""
+        """Return the puzzle of a task. Several data sets take turns from task to task."""
         name = self.datasets[task.index % len(self.datasets)]
         seed = self.seed_of(task)
         return Puzzle(name, seed, self._create(name, seed), self.evaluates[name], self.config)
 
     def giveaways(self) -> str:
-        """Return a text that names the data sets that reward an empty or a constant answer.
+        """Return a text that names the data sets which reward an empty or constant answer, or "".
 
-        Empty if there are none. Constant answers are tried on `PROBED` puzzles. Scorers that
-        evaluate answers as code are left out, because they take a sandbox for each answer.
+        Constant answers are tried on `PROBED` puzzles. Data sets whose scorers evaluate answers as
+        code are skipped, because each score would need a sandbox.
         """
         found = []
         for place, name in enumerate(self.datasets):
@@ -141,7 +141,7 @@ class ReasoningGymTasks(NumberedTasks):
     def demonstration(self, task: Task) -> tuple[Message, ...]:
         """Return a conversation that solves a puzzle with the calculator.
 
-        Raises `ConfigError` without the tool, or for a data set whose puzzles do not contain an
+        Raises `ConfigError` if the task set has no calculator, or if the data set provides no
         expression.
         """
         puzzle = self.puzzle(task)
@@ -179,7 +179,7 @@ def _check(dataset: str) -> None:
 
 
 class Puzzle:
-    """One puzzle and the scorer of its data set."""
+    """One puzzle of a data set, with the data set's scorer."""
 
     def __init__(
         self,
@@ -232,9 +232,9 @@ class Puzzle:
         return float(done.stdout)
 
     def score_here(self, answer: str) -> float:
-        """Return the score of an answer, computed in this process.
+        """Return the score of an answer, 0 to 1, computed in this process.
 
-        Not for scorers that evaluate code.
+        Scorers that evaluate answers as code must run in the sandbox instead (`score`).
         """
         try:
             return float(self._dataset.score_answer(answer, self._entry))
@@ -254,9 +254,9 @@ def _prompt(system: str, puzzle: Puzzle) -> tuple[Message, Message]:
 
 
 class PuzzleEnv:
-    """The environment of one puzzle with one reply.
+    """An environment with one puzzle and one reply.
 
-    The text in the last `<answer>` tags is scored, 0 to 1.
+    The score, 0 to 1, is that of the text in the reply's last `<answer>` tags.
     """
 
     def __init__(self, puzzle: Puzzle) -> None:
@@ -273,9 +273,9 @@ class PuzzleEnv:
 
 
 class CalculatorPuzzleEnv(PuzzleEnv):
-    """The environment of one puzzle with a calculator.
+    """An environment with one puzzle and a calculator.
 
-    The first reply without a call is scored, 0 to 1.
+    The first reply without a tool call is scored, 0 to 1.
     """
 
     def __init__(self, puzzle: Puzzle) -> None:

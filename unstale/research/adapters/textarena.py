@@ -1,7 +1,7 @@
 """Games of TextArena: `--task.env textarena:GuessTheNumber-v0`, `--task.env textarena:Nim-v0`.
 
-In a game for two players, the policy plays both. Each seat is a role with its own conversation and
-its own reward, so a move is compared with those of the same seat in the group's other episodes.
+In a game for two players, the policy plays both. Each player is a role with its own conversation
+and reward, so advantages compare episodes of a group by player.
 
 The games use Python's global random generator. Each episode saves and restores the generator's
 state, so that concurrent episodes do not affect each other. Moves run on the event loop.
@@ -22,9 +22,9 @@ from unstale.envs.external import ExternalAgent, role_url
 from unstale.records import Task
 
 SEATS = ("first", "second")
-"""The roles of the policy in a game for two players, in the order of the players."""
+"""The policy's roles in a game for two players, in the order of the players."""
 _GAMES = 10_000
-"""Number of seeds of training games, and of held-out ones."""
+"""Number of training games for two players; there are as many held-out ones."""
 _ERRORS = (
     AssertionError,
     ImportError,
@@ -34,14 +34,14 @@ _ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a game raises for a wrong number of players or option, or without its data."""
+"""Exceptions of a game for a wrong number of players, a wrong option or missing data."""
 
 
 class Game:
     """One game, with the state of the random generator that it uses."""
 
     def __init__(self, name: str, options: Mapping[str, Any], seed: int, players: int) -> None:
-        """Start the game. Raises ValueError if it is not played by `players`."""
+        """Start the game. Raises ValueError if it is not for this number of players."""
         self._random = random.Random(seed).getstate()
         with self._own_random():
             self._game = textarena.make(name, **options)
@@ -51,19 +51,21 @@ class Game:
                 raise ValueError(f"it is played with a {type(self._game.state).__name__}")
 
     def observation(self) -> tuple[int, str]:
-        """Return the number of the player whose turn it is, and what it reads."""
+        """Return the number of the player whose turn it is, and the text that this player sees."""
         with self._own_random():
             player, text = self._game.get_observation()
             return player, str(text).strip() or "(nothing)"
 
     def move(self, text: str) -> bool:
-        """Make the move in a reply. Return True if the game is over."""
+        """Make the move that the text of a reply names. Return True if the game is over."""
         with self._own_random():
             done, _ = self._game.step(text)
             return bool(done)
 
     def result(self) -> tuple[Mapping[int, float], Mapping[int, Any]]:
-        """Return the rewards and what else the game says, by player."""
+        """End the game. Return the reward of each player, and the game's further information on
+        each.
+        """
         with self._own_random():
             rewards, info = self._game.close()
             return rewards, info
@@ -102,7 +104,7 @@ class TextArenaTasks(NumberedTasks):
 
 
 class GameEnv:
-    """An environment of one game. Its reward is the reward that the game gives to its player."""
+    """An environment of one game for one player. Its reward is that of the game."""
 
     def __init__(self, tasks: TextArenaTasks, seed: int) -> None:
         self._tasks = tasks
@@ -123,8 +125,8 @@ class GameEnv:
 class SelfPlay(ExternalAgent):
     """The tasks of one TextArena game for two players, both of which the policy plays.
 
-    The rewards are `first/game` and `second/game`. Their sum, the reward of the episode, says
-    nothing in a game that one player wins.
+    The rewards are `first/game` and `second/game`. The episode's total is their sum, which is the
+    same for every winner of a zero-sum game.
     """
 
     def __init__(self, game: str, **options: Any) -> None:
@@ -136,7 +138,7 @@ class SelfPlay(ExternalAgent):
         super().__init__(self.play, seeds, held_out=range(0, 2 * _GAMES, 2), name=name, roles=SEATS)
 
     async def play(self, base_url: str, task: int, seed: int, api_key: str) -> dict[str, float]:
-        """Play one game. `task` is its seed. Return the reward of each seat."""
+        """Play the game with the seed `task`. Return the reward of each player, by role."""
         seats = [Http(role_url(base_url, seat), key=api_key) for seat in SEATS]
         talks: tuple[list[Any], list[Any]] = ([], [])
         game, done = Game(self.game, self.options, task, 2), False
@@ -153,7 +155,7 @@ class SelfPlay(ExternalAgent):
 
 
 def _probe(name: str, game: str, options: Mapping[str, Any], players: int) -> None:
-    """Raise `ConfigError` if a game does not exist, or is not played by `players`."""
+    """Raise `ConfigError` if a game does not exist, or is not for this number of players."""
     if game not in ENV_REGISTRY:
         raise ConfigError(f"textarena has no {game!r}{nearest(game, sorted(ENV_REGISTRY))}")
     try:
@@ -165,9 +167,9 @@ def _probe(name: str, game: str, options: Mapping[str, Any], players: int) -> No
 
 
 def tasks_of(game: str, **options: Any) -> TextArenaTasks | SelfPlay:
-    """Return the tasks of a game, for one player if it has one, else for two.
+    """Return the tasks of a game for one player or for two.
 
-    Raises `ConfigError` if it has neither.
+    Raises `ConfigError` if the game can be played by neither number.
     """
     try:
         return TextArenaTasks(game, **options)

@@ -1,8 +1,8 @@
 """Task sets of the library verifiers (`verifiers.v1`, version 0.4).
 
 Select one by `--task.env verifiers:my-taskset`. verifiers runs the episode: its task set, its
-harness (an agent program) and its runtime. These call the recording endpoint as their model, so the
-agents are trained like any `ExternalAgent`.
+harness (an agent program) and its runtime. These call the package's endpoint, which records every
+token, as their model. So the agents are trained like any `ExternalAgent`.
 """
 
 import itertools
@@ -19,17 +19,17 @@ from unstale.envs import EnvError
 from unstale.envs.external import ExternalAgent
 
 KEY = "UNSTALE_API_KEY"
-"""Name of the environment variable that holds the endpoint's key. It does not contain `API_KEY`,
-because verifiers hides such variables from the programs that it starts.
+"""Name of the environment variable with the endpoint's key. It does not contain `API_KEY`, because
+verifiers hides such variables from the programs that it starts.
 """
 
 
 class VerifiersTasks(ExternalAgent):
     """The tasks of an installed verifiers task set.
 
-    `env` is the section `env` of verifiers' configuration: agents, harness, runtime. Of the first
-    `limit` tasks, the first `held_out` are held out, by default a fifth. Agents run without a
-    container by default. A harness that runs code is then refused.
+    `env` is the section `env` of verifiers' configuration: agents, harness, runtime. Only the first
+    `limit` tasks are used. The first `held_out` of them are held out, by default a fifth. By
+    default, agents run without a container, and a harness that runs code is refused.
     """
 
     def __init__(

@@ -81,15 +81,15 @@ vita_environment.traceback = SimpleNamespace(print_exc=lambda: None)
 
 
 class VitaTasks(ListedTasks):
-    """The tasks of a domain of VitaBench.
+    """The tasks of a domain of VitaBench. Every second task is held out.
 
-    Every second task is held out, because VitaBench has no split.
+    VitaBench has no split of its own.
     """
 
     def __init__(self, domain: str, *, options: VitaConfig, judge: Any) -> None:
-        """Load the tasks of a domain. The judge decides which requirements of a task are met.
+        """Load the tasks of a domain.
 
-        `judge` is an `LLMJudge`.
+        `judge` is an `LLMJudge` that decides which requirements of a task are met.
         """
         check_domain("VitaBench", domain, (*DOMAINS, ALL))
         self.name = f"vita:{domain}"
@@ -106,7 +106,7 @@ class VitaTasks(ListedTasks):
         self._judge = judge
 
     def environment(self, task: Any) -> Any:
-        """Return a new environment of VitaBench with the data of a task."""
+        """Return a new VitaBench environment with the data of a task."""
         make = registry.get_env_constructor(self.domain)
         return make(task.environment, self.options.language)
 
@@ -160,7 +160,7 @@ class VitaTasks(ListedTasks):
 
 
 def rubrics(task: Any) -> list[str]:
-    """Return a task's requirements without repetitions: first of its states, then general ones."""
+    """Return a task's requirements, each once: those of its final states, then general ones."""
     criteria = task.evaluation_criteria
     if criteria is None:
         return []
@@ -173,7 +173,7 @@ def rubrics(task: Any) -> list[str]:
 
 
 def _as_text(message: Any) -> str:
-    """Return a message as one text, with its role and its tool calls."""
+    """Return a message's role, content and tool calls as one text."""
     calls = [f"{call.name}({call.arguments})" for call in getattr(message, "tool_calls", ()) or ()]
     return f"{message.role}: {' '.join([message.content or '', *calls]).strip()}"
 
@@ -195,7 +195,7 @@ class VitaEnv(Conversation):
         self._tasks = tasks
 
     def close(self) -> None:
-        """Delete the records that VitaBench keeps for the thread, and end the thread."""
+        """Delete VitaBench's records of this conversation, and end its thread."""
         self._thread.submit(_forget_records)
         self._thread.shutdown(wait=False)
 
@@ -232,9 +232,8 @@ class VitaEnv(Conversation):
                 orchestrator.termination_reason = reason
 
     async def _end(self) -> Turn:
-        """Return the last turn.
-
-        The reward is 0 unless the user or the policy ended the conversation.
+        """Return the last turn. Its reward is 0 if neither the user nor the policy ended the
+        conversation.
         """
         ended = (TerminationReason.USER_STOP, TerminationReason.AGENT_STOP)
         if self._orchestrator.termination_reason not in ended:
@@ -264,8 +263,8 @@ class VitaAgent(PolicyAgent, BaseAgent):
 class ScriptedUser(BaseUser):
     """A user that follows a fixed script instead of a model.
 
-    First it sends its instructions. It agrees to everything, and ends the conversation at the
-    second message of the agent after that.
+    It sends its instructions, answers the agent's first message with agreement, and ends the
+    conversation after the second one.
     """
 
     _messages = ("{}", "Yes, please go ahead. If all of it is done, tell me so.", STOP)
@@ -307,9 +306,9 @@ class ModelUser(UserSimulator):
         return answer, state
 
     def _ask(self, messages: Sequence[dict[str, str]]) -> str:
-        """Return the model's answer without its reasoning.
+        """Return the text of the model's answer, without its reasoning.
 
-        Raises `EnvError` if the answer has no other text.
+        Raises `EnvError` if the model gives no answer, or one without text.
         """
         body = {
             "model": self._options.user_model,

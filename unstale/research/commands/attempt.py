@@ -1,6 +1,8 @@
 """The command `attempt`: attempt tasks several times, and choose one of the attempts."""
 
 import argparse
+import os
+from pathlib import Path
 
 from unstale.cli.preflight import quick_imports
 from unstale.cli.recipe_options import print_json
@@ -15,6 +17,7 @@ from unstale.cli.verbs import (
     console_of,
     options_of,
 )
+from unstale.config import ConfigError
 from unstale.config.checks import bounded
 from unstale.durability.console import Console
 
@@ -25,9 +28,21 @@ def _attempt(chosen: argparse.Namespace) -> int:
     config = configure_trained(chosen)
     with quick_imports():
         from unstale.research.attempt import AttemptOptions, attempt
+        from unstale.research.served_writer import KEY, ServedWriter
 
-    options = options_of(AttemptOptions, chosen)
-    result = attempt(chosen.trained, config, options, console=console_of(chosen))
+    if bool(chosen.judge) != bool(chosen.judge_model) or (chosen.judge and not chosen.votes):
+        raise ConfigError("--judge and --judge-model name a judge together, and need --votes")
+    judge = None
+    if chosen.judge:
+        judge = ServedWriter(chosen.judge, chosen.judge_model, os.environ.get(KEY, ""))
+    result = attempt(
+        chosen.trained,
+        config,
+        options_of(AttemptOptions, chosen),
+        judge=judge,
+        collect=chosen.collect,
+        console=console_of(chosen),
+    )
     if chosen.json:
         print_json({"task": config.task.env, **result.as_json()})
         return 0
@@ -55,6 +70,11 @@ add = command(
         metavar="K",
         help="let the policy compare attempts, with K votes on each comparison; "
         "default: 0, the answer that most attempts give",
+    ),
+    argument(
+        "--weigh",
+        action="store_true",
+        help="weigh answers by the forecasts with which the run pruned episodes (tree.prune mixed)",
     ),
     argument(
         "--group",
@@ -93,6 +113,14 @@ add = command(
         default=2,
         metavar="M",
         help="candidates that the search keeps after a stage; default: 2",
+    ),
+    argument("--judge", default="", help="let a served model compare: http://host:port/v1"),
+    argument("--judge-model", default="", metavar="NAME", help="the served judge's name"),
+    argument(
+        "--collect",
+        type=Path,
+        metavar="FILE",
+        help="attempt training tasks, and write successes at tasks that also failed, for `sft`",
     ),
     argument(
         "--stage-turns", type=COUNT, default=1, metavar="T", help="replies of a stage; default: 1"

@@ -1,4 +1,4 @@
-"""The command `probe-distillation`: measure whether distillation from a teacher would pay."""
+"""The command `probe-distillation`: measure whether distillation would raise a policy's success."""
 
 import argparse
 from pathlib import Path

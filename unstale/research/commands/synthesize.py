@@ -23,8 +23,6 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.checks import bounded
 from unstale.durability.console import Console
 
-KEY = "UNSTALE_WRITER_KEY"
-"""The environment variable with the API key of a served writer."""
 SHARE = bounded(float, 0, 1)
 
 
@@ -62,18 +60,17 @@ def _synthesize(chosen: argparse.Namespace) -> int:
 
 
 def _make(chosen: argparse.Namespace, config: RunConfig) -> list[dict[str, object]]:
-    """Return the rows of all drafts and controls."""
+    """Draft the tasks. Return a row for each draft and each control."""
     from unstale.builders import build_server
     from unstale.cli.evaluate import run_until_complete, running_generator
     from unstale.cli.process import limit_threads
     from unstale.cli.trained import policy_folder
     from unstale.observe.live import LiveDisplay
+    from unstale.research.served_writer import KEY, ServedWriter, Writer
     from unstale.research.synthesize import (
         Plan,
-        ServedWriter,
         Synthesis,
         SynthesisOptions,
-        Writer,
         load_plan,
         rates_of,
     )

@@ -43,14 +43,17 @@ def _techniques(chosen: argparse.Namespace) -> int:
 
 
 def _wishes() -> dict[str, Sequence[str]]:
-    """Return the techniques by what a user may want. Those of other packages come last."""
+    """Return the names of techniques, grouped by what a user may want from them.
+
+    Techniques of other packages are the last group.
+    """
     own = {name for names in WISHES.values() for name in names}
     others = [name for name in techniques() if name not in own]
     return {**WISHES, **({"of other packages": others} if others else {})}
 
 
 def _short_table(names: Sequence[str], width: int) -> Table:
-    """Return one line for each technique or command: its name and what it does."""
+    """Return a table with a line for each technique or command: its name and what it does."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, width=width)
     table.add_column(no_wrap=True, style="bold", width=max(map(len, techniques())))
     table.add_column(ratio=1)

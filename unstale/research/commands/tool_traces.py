@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 from pathlib import Path
 
 from unstale.cli.recipe_options import print_json
@@ -14,8 +15,17 @@ from unstale.durability.console import Console
 def _tool_traces(chosen: argparse.Namespace) -> int:
     from unstale.durability.run_folder import write_whole
     from unstale.envs.rows import load_rows
+    from unstale.research.served_writer import KEY, ServedWriter
     from unstale.research.tool_traces import TOOLS, traces
 
+    if bool(chosen.url) != bool(chosen.url_model) or (chosen.url and chosen.tool != "python"):
+        raise ConfigError(
+            "--url and --url-model name a served writer together, which writes programs: give "
+            "both, with --tool python"
+        )
+    writer = None
+    if chosen.url:
+        writer = ServedWriter(chosen.url, chosen.url_model, os.environ.get(KEY, ""))
     rows = load_rows(str(chosen.rows))
     for column in filter(None, (chosen.prompt, chosen.solution, chosen.answer)):
         if missing := next((row for row in rows if column not in row), None):
@@ -27,6 +37,7 @@ def _tool_traces(chosen: argparse.Namespace) -> int:
             prompt=chosen.prompt,
             solution=chosen.solution,
             answer=chosen.answer,
+            writer=writer,
         )
     )
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
@@ -58,5 +69,7 @@ add = command(
         default="calculator",
         help="the environment whose tool is called; default: calculator",
     ),
+    argument("--url", default="", help="let a served model write programs: http://host:port/v1"),
+    argument("--url-model", default="", metavar="NAME", help="the served model's name"),
     JSON,
 )(_tool_traces)

@@ -132,7 +132,7 @@ class Passenger:
     seat: str
     bag: bool
     refunded_to: str = ""
-    """Number of the payment method that got the refund of the ticket."""
+    """Number of the payment method to which the ticket was refunded. Empty without a refund."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,10 @@ class Booking:
 
 
 def passenger_of(booking: Booking, passenger_id: str) -> Passenger:
-    """Return a passenger whose ticket was not refunded."""
+    """Return the passenger of a booking with this number.
+
+    Raises `DeskError` if there is none, or if the passenger's ticket was refunded.
+    """
     for passenger in booking.passengers:
         if passenger.id == passenger_id and not passenger.refunded_to:
             return passenger
@@ -161,7 +164,7 @@ def change_passenger(desk: Desk, booking_id: str, passenger_id: str, **changes: 
 
 
 def other_flights(desk: Desk, booking: Booking) -> list[Flight]:
-    """Return the other flights to the same city, without cancelled ones."""
+    """Return the other flights to the city of a booking, without cancelled ones."""
     city = desk[Flight][booking.flight].city
     return [
         flight

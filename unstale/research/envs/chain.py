@@ -1,13 +1,14 @@
-"""The environment `chain:ENV`: several tasks of another environment in one episode, with skills.
+"""The environment `chain:ENV`: several tasks of the environment ENV in one episode, with skills.
 
-After each task but the last, the policy is asked for a skill: one line `SKILL name: text`. The next
-task's prompt has all skills so far. The episode's reward is the mean reward of its tasks, and
-`bonus` if a reply of a later, solved task names a skill. So the writer of a skill is paid for what
-it is worth later: all tasks are one episode. It is a success if all tasks are. From SAGE (skills).
+After each task but the last, the policy is asked for a skill: one line `SKILL name: text`. The
+prompt of the next task lists all skills so far. The episode's reward is the mean reward of its
+tasks, plus `bonus` if a reply in a later, solved task names a skill. The episode succeeds if all
+its tasks do. Since all tasks are one episode, a reply that writes a skill also gets the credit for
+its later use. From SAGE (skills).
 
-The tasks of a chain follow each other in the other environment: put similar rows of a file next to
-each other. Earlier tasks stay in the context, unlike in SAGE. The policy samples every reply in the
-context that is trained on, so the gradient is that of the whole reward.
+The tasks of a chain are consecutive tasks of ENV: put similar rows of a file next to each other.
+Unlike in SAGE, earlier tasks stay in the context. So each reply is trained on in the context in
+which it was sampled, and the gradient is that of the whole reward.
 """
 
 import re
@@ -46,21 +47,24 @@ _SKILL = re.compile(r"SKILL\s+(\w+)\s*:\s*(\S.*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainConfig(TaskConfig):
-    """Chains of tasks of another environment, with the defaults of its options."""
+    """Chains of tasks of another environment, whose own options have their defaults."""
 
     env: str = "chain:retail"
     """`chain:ENV`, where ENV is another value of `task.env`."""
     length: PositiveInt = 2
-    """Number of tasks of an episode."""
+    """Number of tasks of a chain, which is one episode."""
     bonus: NonNegative = 0.5
-    """Reward if a later, solved task named a skill."""
+    """Reward that is added if a reply in a later, solved task names a skill."""
 
 
 class ChainTasks:
-    """A task set whose tasks are chains of tasks of another one."""
+    """A task set whose tasks are chains of consecutive tasks of another task set."""
 
     def __init__(self, inner: Taskset, *, length: int = 2, bonus: float = 0.5) -> None:
-        """Create the chains. Raises `ConfigError` unless the other task set numbers its tasks."""
+        """Create the chains.
+
+        Raises `ConfigError` if the tasks of `inner` have no numbers, or if it has `combine()`.
+        """
         name = inner.name
         if implements(inner, RewardCombiner):
             raise ConfigError(
@@ -87,7 +91,7 @@ class ChainTasks:
         return [Task(self.name, each.split, each.index) for each in usable]
 
     def tasks_of(self, task: Task) -> list[Task]:
-        """Return the tasks of a chain."""
+        """Return the tasks of `inner` that a chain consists of, in order."""
         numbers = range(task.index, task.index + self._length)
         return [Task(self.inner.name, task.split, number) for number in numbers]
 
@@ -104,7 +108,7 @@ class ChainTasks:
 
 
 class ChainEnv:
-    """The tasks of a chain, one after the other."""
+    """The environment of a chain, whose tasks follow each other in one episode."""
 
     def __init__(self, envs: Sequence[Env], bonus: float) -> None:
         self._envs = envs
@@ -120,7 +124,7 @@ class ChainEnv:
 
     @property
     def replaying(self) -> bool | None:
-        """Whether simulated delays are left out. None if the environment has none."""
+        """True if simulated delays are skipped. None if the environment has no delays."""
         return getattr(self._envs[0], "replaying", None)
 
     @replaying.setter

@@ -145,7 +145,7 @@ class Dish:
     name: str
     promo: bool
     refunded_to: str = ""
-    """Number of the payment method that got the refund."""
+    """Number of the payment method to which the dish was refunded. Empty without a refund."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Order:
     status: Status
     dishes: tuple[Dish, ...]
     addresses: tuple[Address, ...]
-    """The customer's addresses."""
+    """The delivery addresses of the customer."""
     place: str
     """Number of the address or locker to which the order is delivered."""
     slot: str
@@ -316,7 +316,7 @@ _WISHES: Mapping[str, tuple[tuple[str, tuple[Status, ...]], ...]] = {
     "taken": (("time", ("placed", "packed")),),
     "late": (("refund", ("arrived",)),),
 }
-"""The possible wishes of each kind of request, or of each reason for refusing one, with the
+"""The possible wishes of each kind of request, and of each reason to refuse one. Each wish has the
 possible states of its order.
 """
 
@@ -369,8 +369,9 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
 
     `ignores` returns True for rules that the expert ignores. If it ignores `dish`, `payment`,
     `address` or `slot`, the expert takes the first of a list instead of the one that the customer
-    means. With `locker` it takes the present place, and with `cancel` it refuses to cancel. With
-    `zone`, `promo` or `status` it does not look at the address, the dish or the state of the order.
+    means. If it ignores `locker`, it takes the present place, and if it ignores `cancel`, it
+    refuses to cancel. If it ignores `zone`, `promo` or `status`, it does not look at the address,
+    the dish or the state of the order.
     """
     desk, wish, wants = scenario.desk, request.wish, request.wants
     order = desk[Order][request.case]

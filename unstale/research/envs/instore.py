@@ -118,7 +118,7 @@ FACTS = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One size of a product in the shop."""
+    """One item of the shop: a product in one size."""
 
     id: str
     name: str
@@ -128,18 +128,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """A piece that a customer bought."""
+    """An item that a customer bought."""
 
     piece: str
     worn: bool
     final: bool
     days: int
-    """Days since the piece was bought."""
+    """Number of days since the purchase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A customer's card, with the pieces that were bought and reserved with it."""
+    """A customer's card, with the items that were bought and reserved with it."""
 
     id: str
     user: str
@@ -147,13 +147,16 @@ class Card:
     bought: tuple[Purchase, ...]
     reserved: tuple[str, ...]
     returned: tuple[tuple[str, str], ...] = ()
-    """Returned pieces, as pairs `(piece, cash or points)`."""
+    """Returned items, as pairs (number of the item, `cash` or `points`)."""
     receipt: str = ""
-    """Number of the receipt whose points were credited. Empty if there is none."""
+    """Number of the receipt whose points were credited to the card. Empty if there is none."""
 
 
 def purchase_of(card: Card, piece_id: str) -> Purchase:
-    """Return the purchase of a piece that the customer still has."""
+    """Return the purchase of an item with a card.
+
+    Raises `DeskError` if the card has no such purchase, or the item was returned.
+    """
     for purchase in card.bought:
         if purchase.piece == piece_id:
             return purchase
@@ -340,9 +343,9 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
     """Return the steps that a scripted expert takes to serve a request.
 
     `ignores` returns True for rules that the expert ignores. If it ignores `bought`, `size` or
-    `reserved`, the expert takes the first of a list instead of the one that the customer means.
-    With `payout` it takes cash, and with `receipt` the number of the card. With another rule it
-    does not look at the state of the card or the piece.
+    `reserved`, the expert takes the first of a list instead of the one that the customer means. If
+    it ignores `payout`, it takes cash, and if it ignores `receipt`, the number of the card. If it
+    ignores another rule, it does not look at the state of the card or the item.
     """
     wish, wants = request.wish, request.wants
     card = scenario.desk[Card][request.case]
@@ -373,9 +376,9 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
 
 
 def _find_size(scenario: Scenario, request: Request, number: str, ignores: Ignores) -> list[Step]:
-    """Return the steps that find a size and then swap the bought piece `number` for it.
+    """Return the steps that find another size and then swap the bought item `number` for it.
 
-    If `number` is empty, the piece that was found is reserved instead.
+    If `number` is empty, the item of that size is reserved instead.
     """
     desk = scenario.desk
     wanted = desk[Piece][request.wants["new_piece"]]

@@ -1,7 +1,7 @@
-"""Conversations that are led by the orchestrator of tau2-bench, or that of VitaBench, its fork.
+"""Environments whose conversations are led by the orchestrator of tau2-bench, or by VitaBench's.
 
-The adapters of the two libraries share this code. The user is scripted or a model behind an
-endpoint, by the options of `SimulatedUserConfig`.
+VitaBench's orchestrator is a fork of tau2's, so both adapters share this code. The user is scripted
+or a model behind an endpoint, by the options of `SimulatedUserConfig`.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from unstale.config.checks import NonNegative
 from unstale.envs import Message, Turn
 
 KEY = "OPENAI_API_KEY"
-"""The environment variable with the API key of the endpoints."""
+"""The environment variable with the API key of the endpoints of user and judge."""
 USER_TIMEOUT_S = 50.0
 """Longest time in seconds for an answer of the model that plays the user. It is below the default
 of `rollout.timeout_s`, 60.
@@ -44,7 +44,7 @@ class SimulatedUserConfig(TaskConfig):
 
 
 def check_domain(library: str, domain: str, known: Sequence[str]) -> None:
-    """Raise `ConfigError` if a library does not have a domain."""
+    """Raise `ConfigError` if `domain` is not one of the `known` domains of a library."""
     if domain not in known:
         raise ConfigError(
             f"{library}'s domain must be one of {', '.join(known)}; "
@@ -53,7 +53,7 @@ def check_domain(library: str, domain: str, known: Sequence[str]) -> None:
 
 
 def check_url(name: str, url: str) -> None:
-    """Raise `ConfigError` if an option is neither empty nor the URL of an endpoint."""
+    """Raise `ConfigError` if the option `name` is neither empty nor the URL of an endpoint."""
     try:
         parts = urlsplit(url)
         complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -67,16 +67,13 @@ def check_url(name: str, url: str) -> None:
 
 
 def api_key() -> str:
-    """Return the API key of the endpoints.
-
-    Without a key, return "none", for endpoints that need no key.
-    """
+    """Return the API key of the endpoints of user and judge, or "none" if it is not set."""
     return os.environ.get(KEY) or "none"
 
 
 @dataclass(frozen=True, slots=True)
 class MessageTypes:
-    """The classes of a library's messages, and a test for messages that the policy sees."""
+    """A library's message classes, and its test for messages that the policy may see."""
 
     assistant: Any
     user: Any
@@ -85,19 +82,13 @@ class MessageTypes:
     is_for_agent: Callable[[Any], bool]
 
     def load(self, row: Mapping[str, Any]) -> Any:
-        """Return a message from its fields.
-
-        `row` has them as `LiveConversation.snapshot` stores them.
-        """
+        """Convert a message's fields, as `LiveConversation.snapshot` stores them, to a message."""
         kinds = {"assistant": self.assistant, "user": self.user, "tool": self.tool}
         return kinds[row["role"]].model_validate(row)
 
 
 class PolicyAgent:
-    """The part of an agent that is the same for both libraries.
-
-    It answers with the policy's replies.
-    """
+    """A base class for the agents of tau2 and VitaBench, whose answers are the policy's replies."""
 
     reply: Any
     calls = 0
@@ -111,10 +102,10 @@ class PolicyAgent:
 
 
 class Conversation:
-    """The environment of one episode: the policy answers the user's messages and tool results.
+    """A base class for environments of one episode of tau2 or VitaBench.
 
-    The library's code runs in a thread of `executor`. An adapter implements `_orchestrate` and
-    `_end`.
+    The policy answers the user's messages and reads the results of its tool calls. The library's
+    code runs in a thread of `executor`. An adapter implements `_orchestrate` and `_end`.
     """
 
     types: MessageTypes
@@ -128,11 +119,13 @@ class Conversation:
         self._system = ""
 
     def _orchestrate(self, task: Any) -> Any:
-        """Return an orchestrator for a task. Set `_system` to the policy's system prompt."""
+        """Return a new orchestrator for a task, and store the policy's system
+        prompt in `_system`.
+        """
         raise NotImplementedError
 
     def _check_limits(self) -> None:
-        """End the orchestrator's conversation if it has become too long."""
+        """End the orchestrator's conversation if it has too many messages or failed calls."""
         raise NotImplementedError
 
     async def _end(self) -> Turn:
@@ -166,16 +159,15 @@ class Conversation:
         self._run_to_policy()
 
     def _run_to_policy(self) -> None:
-        """Run the orchestrator until it is the policy's turn."""
         orchestrator = self._orchestrator
         while not orchestrator.done and orchestrator.to_role != "agent":
             orchestrator.step()
             self._check_limits()
 
     def _exchange(self, reply: Message, text: str) -> None:
-        """Pass the policy's reply to the orchestrator. Run it until the policy's next turn.
+        """Pass the policy's reply to the orchestrator, and run it until the policy's next turn.
 
-        `text` is the reply's text as it is passed on.
+        `text` replaces the text of the reply.
         """
         orchestrator = self._orchestrator
         calls = [
@@ -193,9 +185,10 @@ class Conversation:
         self._run_to_policy()
 
     def _messages_since(self, start: int) -> Iterator[Message]:
-        """Yield the messages for the policy, from index `start` of the orchestrator's messages on.
+        """Yield the messages of the orchestrator's trajectory for the policy, from index `start`
+        on.
 
-        The user's tool calls and the agent's greeting are left out.
+        The user's tool calls and the agent's messages are left out.
         """
         for message in self._orchestrator.trajectory[start:]:
             if isinstance(message, self.types.assistant) or not self.types.is_for_agent(message):
@@ -207,12 +200,12 @@ class Conversation:
 class LiveConversation(Conversation):
     """A conversation in which a model plays the user.
 
-    After a resume, the conversation continues from its recorded messages, because the model could
-    give other answers if it were asked again.
+    After a resume it continues from its recorded messages, because the model might answer
+    differently if it were asked again.
     """
 
     def _with_history(self, messages: list[Any]) -> Any:
-        """Return a task that begins with the messages exchanged so far."""
+        """Return a copy of the episode's task that begins with the given messages."""
         raise NotImplementedError
 
     def snapshot(self) -> str:
@@ -227,10 +220,7 @@ class LiveConversation(Conversation):
         )
 
     async def resume(self, state: str) -> None:
-        """Restore the conversation from its recorded messages.
-
-        The recorded tool calls are made again.
-        """
+        """Restore the conversation from its recorded messages, and execute its tool calls again."""
         record = json.loads(state)
         messages = [self.types.load(row) for row in record["said"]]
         await self._in_thread(self._start, self._with_history(messages))

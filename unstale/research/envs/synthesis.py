@@ -3,9 +3,9 @@
 A template draws a hidden solution and true clues about it. The draft is kept if an independent
 search finds exactly one answer, if this is the template's own answer, and if no other task has the
 same text. After `unstale eval` has measured how often a policy solves each task, the option
-`pass_rates` keeps the tasks of middle difficulty. This follows the phases of SHARP (instantiate by
-topic and difficulty, solve independently, keep what agrees), with programs in place of a language
-model that writes and solves.
+`pass_rates` keeps the tasks of middle difficulty. The phases are those of SHARP: instantiate by
+topic and difficulty, solve independently, keep what agrees. Programs write and solve the puzzles in
+place of SHARP's language model.
 """
 
 import json
@@ -27,12 +27,12 @@ from unstale.records import Task
 SYSTEM = "Solve the puzzle. End your reply with the answer, as one word or number."
 MAX_DIFFICULTY = 5
 DRAFTS_PER_TASK = 200
-"""Largest number of drafts for each task. The templates of this package need at most 20."""
+"""Largest number of drafts per accepted task. The templates of this package need at most 20."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft of a puzzle: its template's answer, and the answers that an independent search
+    """A draft of a puzzle, with its template's answer and all answers that an independent search
     finds.
     """
 
@@ -136,8 +136,8 @@ class SynthesisConfig(DraftEditConfig):
     tasks_seed: Count = 0
     """Seed of the tasks. Unlike `seed`, it changes their texts."""
     measure: bool = False
-    """Exchange training and held-out tasks, so that `unstale eval --save` measures the training
-    tasks.
+    """Exchange training and held-out tasks, so that `unstale eval --save` measures the pass rates
+    of the training tasks.
     """
     pass_rates: str = ""
     """File of `unstale eval --save` with attempts at the training tasks. Tasks with a pass rate
@@ -173,19 +173,19 @@ class SynthesisConfig(DraftEditConfig):
 
 
 _TEXT_OPTIONS = ("topics", "easiest", "hardest", "held_out", "tasks_seed")
-"""The options on which the text of the training task of a given number depends."""
+"""Options that determine the text of each numbered training task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Puzzle:
-    """A puzzle whose draft has passed the checks."""
+    """A puzzle from a draft that has passed all checks."""
 
     text: str
     answer: str
     topic: str
     difficulty: int
     lineage: str
-    """The template, its difficulty, the seed and the number of the draft, joined by `/`."""
+    """Template, difficulty, seed and number of the draft, joined by `/`."""
 
 
 class SynthesisTasks(ListedTasks):
@@ -195,8 +195,10 @@ class SynthesisTasks(ListedTasks):
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def __init__(self, options: SynthesisConfig) -> None:
-        """Create the tasks. Raises `ConfigError` if the templates give too few, or if `pass_rates`
-        leaves none.
+        """Create the tasks.
+
+        Raises `ConfigError` if the templates yield too few puzzles, or if `pass_rates` excludes
+        all.
         """
         self.refused = Counter[str]()
         """Number of rejected drafts by the reason: `several answers`, `another answer` or
@@ -223,7 +225,7 @@ class SynthesisTasks(ListedTasks):
         self._splits = ("held_out", "train") if options.measure else ("train", "held_out")
 
     def _draw(self, options: SynthesisConfig) -> Iterator[Puzzle]:
-        """Yield puzzles that pass the checks. Topics and difficulties take turns."""
+        """Yield puzzles that pass the checks. Topics and difficulties alternate."""
         seen: set[str] = set()
         kinds = list(product(options.topics.split(), range(options.easiest, options.hardest + 1)))
         number = since = 0
@@ -256,7 +258,7 @@ class SynthesisTasks(ListedTasks):
         return [Task(self.name, split, place) for place in range(len(self.data[split]))][:count]
 
     def identity(self, task: Task) -> str:
-        """Return the identity of a task, which is the same each time the list of tasks repeats."""
+        """Return an identity of a task that stays the same when the list of tasks is repeated."""
         puzzle: Puzzle = self.data_of(task)
         return f"{self.name}/{puzzle.lineage}"
 
@@ -270,10 +272,10 @@ class SynthesisTasks(ListedTasks):
 
 
 def refusal(draft: Draft, seen: Collection[str]) -> str:
-    """Return the reason for which a draft is rejected. Empty if it is accepted.
+    """Return the reason to reject a draft, or "" to accept it.
 
-    A draft is accepted if the search finds one answer, if this is the answer of its template, and
-    if its text is not in `seen`, the texts of earlier tasks.
+    A draft is accepted if the search finds exactly one answer, if this is the answer of its
+    template, and if its text is not in `seen`, the texts of earlier tasks.
     """
     if len(draft.found) > 1:
         return "several answers"
@@ -299,11 +301,11 @@ class PuzzleEnv:
 
 
 def read_pass_rates(path: Path, prefix: str, shared: Mapping[str, Any]) -> dict[int, float]:
-    """Return the share of successful attempts at each task in a file of `unstale eval --save`.
+    """Return the pass rate of each task in a file of `unstale eval --save`, by the task's number.
 
-    A key of the result is the number after `prefix` in the task's key. `shared` has options by
-    name, with values that the evaluation must have had, too. Raises `ConfigError` if the file
-    cannot be read, has other options, or has no such task.
+    `prefix` is the part of the tasks' keys before the number. `shared` has the options that the
+    evaluation must have had, by name. Raises `ConfigError` if the file cannot be read, has other
+    options, or has no task with this prefix.
     """
     attempts: dict[int, list[bool]] = {}
     stored: dict[str, Any] = {}

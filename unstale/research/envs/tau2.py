@@ -23,7 +23,7 @@ class Tau2Config(SimulatedUserConfig):
     A policy trained without it must learn the procedures from the tasks.
     """
     eval_split: Literal["test", "train"] = "test"
-    """The split of tau2 for evaluation. `train` measures success on the tasks of training."""
+    """The tau2 split for evaluation. `train` evaluates on the training tasks."""
 
     @property
     def largest_reward(self) -> float:

@@ -317,9 +317,9 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
     """Return the steps that a scripted expert takes to serve a request.
 
     `ignores` returns True for rules that the expert ignores. If it ignores `device`, `plan` or
-    `visit`, the expert takes the first of a list instead of the one that the customer means. With
-    `target` it takes the present number, and with `leave` it books a visit. With another rule it
-    does not look at the state or the contract of the line.
+    `visit`, the expert takes the first of a list instead of the one that the customer means. If it
+    ignores `target`, it takes the present number, and if it ignores `leave`, it books a visit. If
+    it ignores another rule, it does not look at the state or the contract of the line.
     """
     desk, wish = scenario.desk, request.wish
     line = desk[Line][request.case]

@@ -1,28 +1,32 @@
 """The environment `traces:FILE`: an expert's recorded conversations, replayed against the policy.
 
-Each row has `messages` as in `unstale sft`. The policy answers the recorded observations. A reply
-with the expert's tool calls, or without calls with its text, is right and has the reward 1; one
-that only names the same tools has 0.5, any other 0. After a wrong reply, a patch shows the
-expert's step and what followed it, and the episode goes on, at most `patches` times. The episode is
-a success if all replies were right. From UI-S1; `step_groups` with `cut_below` 1 cuts returns at
+Each row has `messages` as in `unstale sft`. A user's may have pictures, such as screens: parts of
+type `image_url` with a data URL or the name of a file. The policy answers the recorded
+observations. A reply with the expert's tool calls, or without calls with its text, is right and has
+the reward 1; numbers of a call, such as a place on a screen, may differ by `tolerance`. A reply
+that only names the same tools has 0.5, any other 0. After a wrong reply, a patch shows the expert's
+step and what followed it, and the episode goes on, at most `patches` times. The episode is a
+success if all replies were right. From UI-S1; `step_groups` with `cut_below` 1 cuts returns at
 patches.
 
-The facts are `progress`, the share of replies before the first wrong one, `patches`, and
-`semi_online`, the mean of progress and success. A recording does not know what another way of
-solving a task would have led to, so success in the true environment must be measured apart.
+The facts are `progress`, the share of the expert's steps before the first wrong reply, `patches`,
+the number of wrong replies, and `semi_online`, the mean of progress and success. A recording cannot
+show where another way of solving the task leads, so measure success in the true environment as
+well.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from unstale.config import ConfigError, TaskConfig
-from unstale.config.checks import Count, Share
+from unstale.config.checks import Count, NonNegative, Share
 from unstale.config.tasks import EnvSpec
-from unstale.envs import ListedTasks, Message, Turn
+from unstale.envs import Image, ListedTasks, Message, Turn
 from unstale.envs.dataset import HELD_OUT_SHARE, share_of
-from unstale.envs.references import read_messages, read_tools
+from unstale.envs.references import picture_reader, read_messages, read_tools
 from unstale.envs.rows import load_rows
 from unstale.records import Task
 
@@ -32,26 +36,35 @@ RESULT = "It was answered: {answer}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracesConfig(TaskConfig):
-    """The recorded conversations of an expert."""
+    """Tasks that replay the recorded conversations of an expert."""
 
     env: str = "traces:"
     """`traces:FILE` with a row for each conversation."""
+    tolerance: NonNegative = 0.0
+    """Largest difference of a number in a call from the expert's, such as a place on a screen."""
     patches: Count = 2
-    """Largest number of wrong replies after which an episode goes on."""
+    """Number of wrong replies that are patched: the expert's step is shown, and the episode
+    continues. It ends after one more wrong reply.
+    """
     held_out_share: Share = HELD_OUT_SHARE
     """Share of the conversations that are held out for evaluation. A hash of the prompt selects
     them.
     """
 
+    @property
+    def source(self) -> str:
+        """The file with the conversations."""
+        return self.env.partition(":")[2]
+
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """A conversation of an expert: the prompt, and each reply with the messages after it."""
+    """A conversation of an expert: its first messages, and each reply with the messages that follow
+    it.
+    """
 
     opening: tuple[Message, ...]
     steps: tuple[tuple[Message, tuple[Message, ...]], ...]
-    tools: Sequence[Mapping[str, Any]]
-    place: str
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -59,45 +72,53 @@ class _Trace:
 
 
 class TraceTasks(ListedTasks):
-    """A task set whose tasks are an expert's conversations."""
+    """A task set that replays recorded conversations of an expert, one as each task."""
 
     def __init__(self, rows: Sequence[Any], options: TracesConfig) -> None:
-        """Read the conversations. Raises `ConfigError` for a row that has none."""
+        """Create the tasks from the rows of a file.
+
+        Raises `ConfigError` for a row without a conversation, or if no conversation is left for
+        training.
+        """
         self.name = options.env
-        self._patches = options.patches
-        traces = [_read(row) for row in rows]
-        data: dict[str, list[_Trace]] = {"train": [], "held_out": []}
-        for trace in traces:
+        self._options = options
+        self._folder = Path(options.source).parent
+        self.data = data = {"train": [], "held_out": []}
+        schemas: dict[str, Mapping[str, Any]] = {}
+        for row in rows:
+            trace, tools = _read(row, picture_reader(self._folder, only_check=True))
             is_held_out = share_of(trace.opening) < options.held_out_share
-            data["held_out" if is_held_out else "train"].append(trace)
-        self.data = data
-        if not self.data["train"]:
+            data["held_out" if is_held_out else "train"].append(row)
+            schemas |= {tool["function"]["name"]: tool for tool in tools}
+        if not data["train"]:
             raise ConfigError(f"{options.env} has no conversations for training: add some")
-        schemas = {tool["function"]["name"]: tool for each in traces for tool in each.tools}
         self.tools: tuple[Mapping[str, Any], ...] = tuple(schemas.values())
 
+    def _trace(self, task: Task, *, only_check: bool = False) -> _Trace:
+        reader = picture_reader(self._folder, only_check=only_check)
+        return _read(self.data_of(task), reader)[0]
+
     def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        trace: _Trace = self.data_of(task)
-        return trace.tools
+        return read_tools(self.data_of(task), required=False) or ()
 
     def text(self, task: Task) -> str:
-        trace: _Trace = self.data_of(task)
-        return "\n".join(each.content for each in trace.opening if each.role != "system")
+        opening = self._trace(task, only_check=True).opening
+        return "\n".join(each.content for each in opening if each.role != "system")
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        trace: _Trace = self.data_of(task)
-        return trace.messages
+        return self._trace(task).messages
 
     def env(self, task: Task, seed: int) -> "TraceEnv":
-        return TraceEnv(self.data_of(task), self._patches)
+        return TraceEnv(self._trace(task), self._options)
 
 
 class TraceEnv:
     """The replay of one conversation. Nothing in it is random."""
 
-    def __init__(self, trace: _Trace, patches: int) -> None:
+    def __init__(self, trace: _Trace, options: TracesConfig) -> None:
         self._trace = trace
-        self._left = patches
+        self._left = options.patches
+        self._tolerance = options.tolerance
         self._scores: list[float] = []
 
     async def begin(self) -> Turn:
@@ -105,7 +126,7 @@ class TraceEnv:
 
     async def step(self, reply: Message) -> Turn:
         expert, after = self._trace.steps[len(self._scores)]
-        score = score_step(reply, expert)
+        score = score_step(reply, expert, self._tolerance)
         self._scores.append(score)
         is_wrong = score < 1
         done = len(self._scores) == len(self._trace.steps) or (is_wrong and not self._left)
@@ -125,8 +146,10 @@ class TraceEnv:
         return {"progress": progress, "patches": float(len(wrong)), "semi_online": semi_online}
 
 
-def score_step(reply: Message, expert: Message) -> float:
+def score_step(reply: Message, expert: Message, tolerance: float = 0.0) -> float:
     """Return 1 for the expert's calls or text, 0.5 for calls of the same tools, else 0.
+
+    Numbers of calls may differ by `tolerance`.
 
     >>> score_step(Message("assistant", " yes"), Message("assistant", "yes"))
     1.0
@@ -134,23 +157,52 @@ def score_step(reply: Message, expert: Message) -> float:
     calls, wanted = reply.tool_calls, expert.tool_calls
     if not wanted:
         return float(not calls and reply.content.split() == expert.content.split())
-    if calls == wanted:
-        return 1.0
-    return 0.5 * ([call.name for call in calls] == [call.name for call in wanted])
+    if [call.name for call in calls] != [call.name for call in wanted]:
+        return 0.0
+    right = (
+        not one.error and _is_near(dict(one.arguments), dict(other.arguments), tolerance)
+        for one, other in zip(calls, wanted, strict=True)
+    )
+    return 1.0 if all(right) else 0.5
+
+
+def _is_near(value: Any, wanted: Any, tolerance: float) -> bool:
+    """Return True for values that are equal but for numbers, which may differ by `tolerance`."""
+    match value, wanted:
+        case (bool(), _) | (_, bool()):
+            return value is wanted
+        case (int() | float(), int() | float()):
+            return abs(value - wanted) <= tolerance
+        case dict(), dict():
+            pairs = ((value[name], wanted[name]) for name in wanted if name in value)
+            same = value.keys() == wanted.keys()
+        case list(), list():
+            pairs, same = zip(value, wanted, strict=False), len(value) == len(wanted)
+        case _:
+            return bool(value == wanted)
+    return same and all(_is_near(one, other, tolerance) for one, other in pairs)
 
 
 def _patched(expert: Message, after: Sequence[Message]) -> tuple[Message, ...]:
-    """Return a message that shows the expert's step and its results, then the other messages."""
+    """Return the messages after a wrong reply: the expert's step with its results, then the
+    others.
+    """
     calls = [json.dumps([each.name, dict(each.arguments)]) for each in expert.tool_calls]
     lines = [PATCH.format(step=" ".join(filter(None, (expert.content, *calls))))]
     lines += [RESULT.format(answer=each.content) for each in after if each.role == "tool"]
-    others = [each.content for each in after if each.role != "tool"]
-    return (Message("user", "\n".join([*lines, *others])),)
+    text, images = "\n".join(lines), list[Image]()
+    for each in (each for each in after if each.role != "tool"):
+        text += "\n"
+        images += [replace(image, at=len(text) + image.at) for image in each.images]
+        text += each.content
+    return (Message("user", text, images=tuple(images)),)
 
 
-def _read(row: Any) -> _Trace:
+def _read(row: Any, picture: Callable[[str], bytes]) -> tuple[_Trace, Sequence[Mapping[str, Any]]]:
+    """Return the conversation of a row, and its tools."""
     try:
-        messages, tools = read_messages(row), read_tools(row, required=False)
+        messages = read_messages(row, picture)
+        tools = read_tools(row, required=False)
         places = [place for place, each in enumerate(messages) if each.role == "assistant"]
         if not places or places[0] == 0:
             raise ValueError("messages must begin with a prompt, and have a reply of the assistant")
@@ -163,11 +215,11 @@ def _read(row: Any) -> _Trace:
             raise ValueError("two replies of the assistant follow each other")
     except ValueError as error:
         raise ConfigError(f"{row.place}: {error}") from error
-    return _Trace(tuple(messages[: places[0]]), tuple(steps), tools or (), row.place)
+    return _Trace(tuple(messages[: places[0]]), tuple(steps)), tools or ()
 
 
 def _make(options: TracesConfig) -> TraceTasks:
-    return TraceTasks(load_rows(options.env.partition(":")[2]), options)
+    return TraceTasks(load_rows(options.source), options)
 
 
 ENV = EnvSpec("traces", _make, TracesConfig, takes_source=True)

@@ -20,13 +20,13 @@ class VitaConfig(SimulatedUserConfig):
     env: str = "vita:delivery"
     """`vita:delivery`, `vita:instore` or `vita:all`."""
     judge: str = ""
-    """URL of the OpenAI-compatible endpoint whose model decides which requirements are met. Its key
-    is read from OPENAI_API_KEY.
+    """URL of the OpenAI-compatible endpoint whose model decides which requirements of a task are
+    met. Its key is read from OPENAI_API_KEY.
     """
     judge_model: str = "policy"
-    """Name of the model that judges."""
+    """Name of the judge's model."""
     judge_tokens: PositiveInt = 100_000_000
-    """Largest number of tokens that the judge may cost in one process, prompts included. Each
+    """Largest number of tokens, prompts included, that the judge may use in one process. Each
     worker of `task.isolate` is a process.
     """
     language: Literal["english", "chinese"] = "english"

@@ -19,9 +19,9 @@ from unstale.config.options import with_changes
 def demo(**changes: Any) -> RunConfig:
     """SmolLM2-135M-Instruct and a calculator: sums and products of reasoning-gym.
 
-    A supervised start on 48 of 64 demonstrations shows the form of a call, with sums only. Training
-    is on sums and products, with tokens up to 2 versions old. It needs the extra `reasoning-gym`.
-    `make demo` runs it. Its results are in docs/first-run.md.
+    First, supervised training on 48 of 64 demonstrations, of sums only, teaches the form of a call.
+    Then it trains on sums and products, with tokens up to 2 versions old. It needs the extra
+    `reasoning-gym`. `make demo` runs it. Its results are in docs/first-run.md.
     """
     config = RunConfig(
         recipe="demo",

@@ -1,7 +1,7 @@
 """Recipes with the four losses of AReaL, each with tokens up to 4 versions old.
 
-The desk and the model are those of `retail`. AReaL bounds staleness by admission, as
-`schedule.max_staleness` does. Its own option `max_staleness` has the same meaning.
+The desk and the model are those of `retail`. AReaL bounds staleness when it admits new episodes, as
+`schedule.max_staleness` does here. Its option `max_staleness` has the same meaning.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,16 +21,16 @@ DECOUPLED: Mapping[str, Any] = {
     "correction.low": 0.0,
     "correction.high": 5.0,
 }
-"""Options that weight each token by pi_prox / mu (pi_old / mu here). A token with a weight above 5
-has no gradient.
+"""Options that weight each token by pi_prox / mu (pi_old / mu in this package). Tokens with a
+weight above 5 get no gradient.
 """
 
 
 def areal(name: str, about: str, route: str, values: Mapping[str, Any]) -> Callable[..., RunConfig]:
     """Return a recipe with one of AReaL's losses.
 
-    `about` describes the loss. `route` is the method to compute `old_logp`, and `values` has
-    further options by name.
+    `about` describes the loss. `route` is the method that computes `old_logp`. `values` has the
+    other options by name.
     """
 
     def recipe(**changes: Any) -> RunConfig:

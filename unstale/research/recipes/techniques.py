@@ -43,10 +43,10 @@ def small_group(**changes: Any) -> RunConfig:
 def long_horizon(**changes: Any) -> RunConfig:
     """Tool agents of many turns: turns are compared, and half of the episodes trained on.
 
-    The techniques are limits, episode_filter (clean successes) and step_groups (HGPO). Add
-    reward_channels where the environment has several rewards. The desk and the model are those of
-    `retail`, whose episodes are short: replace them. The techniques have not been measured
-    together, so no result is promised.
+    The techniques are limits, episode_filter (clean successes) and step_groups (HGPO). Add the
+    technique reward_channels where the environment has several rewards. The desk and the model are
+    those of `retail`, whose episodes are short: replace desk and model. The techniques have not
+    been measured together, so no result is promised.
     """
     config = retail(
         recipe="long_horizon",
@@ -65,10 +65,11 @@ def hard_tasks(**changes: Any) -> RunConfig:
     """Tasks that mostly fail: attempts go on from a right reply in place of their first wrong one.
 
     The technique is retry (`correct`), with the replies of the task's demonstration as hints. Half
-    of a group are first attempts. Without demonstrations use `--retry.rule reflect`, where the
-    policy says what to change, and for tasks of one reply the technique `hints`. Right replies are
-    imitated (`objective.placed anchor`). The desk and the model are those of `retail`, whose tasks
-    are easy: replace them. It has not been measured, so no result is promised.
+    of the episodes of a group are first attempts. For tasks without demonstrations, use
+    `--retry.rule reflect`, where the policy writes what to change. For tasks of one reply, use the
+    technique `hints`. The loss imitates the right replies (`objective.placed anchor`). The desk and
+    the model are those of `retail`, whose tasks are easy: replace both. The recipe has not been
+    measured, so no result is promised.
     """
     config = retail(
         recipe="hard_tasks",
@@ -81,10 +82,11 @@ def hard_tasks(**changes: Any) -> RunConfig:
 def test_time(**changes: Any) -> RunConfig:
     """Train on the held-out tasks themselves, without their labels: most votes are the label.
 
-    The technique is majority (TTRL), on 64 tasks that come again, with 16 votes each. Give
+    The technique is majority (TTRL), on 64 tasks that are repeated, with 16 votes each. Give
     `--model` and `--task.env` as for `llm`; without these options, Qwen3-0.6B trains on GSM8K.
     **The policy collapses in the end**, to one answer for each task (docs/techniques.md): stop when
-    `majority/share_mean` no longer rises. It has not been measured, so no result is promised.
+    `majority/share_mean` no longer rises. The recipe has not been measured, so no result is
+    promised.
     """
     config = llm(
         recipe="test_time",
@@ -102,11 +104,12 @@ def test_time(**changes: Any) -> RunConfig:
 def dart(**changes: Any) -> RunConfig:
     """Agents of many turns, as in DART: counts and lengths by task, stored successes, entropy.
 
-    The techniques are allocate (fewer episodes where results are clear), limits (the longest past
-    success of the task), replay (only where every new episode failed) and top_turns (the turns of
-    the highest entropy), with a truncated weight of D. Successes of an earlier run can be loaded by
-    `bus` instead of allocate, limits and replay. The desk and the model are those of `retail`:
-    replace them. The techniques have not been measured together, so no result is promised.
+    The techniques are allocate (fewer episodes where results are clear), limits (episodes at most
+    as long as the task's longest past success), replay (only where every new episode failed) and
+    top_turns (only the turns of highest entropy). The weight D is truncated. Instead of allocate,
+    limits and replay, `bus` can load successes of an earlier run. The desk and the model are those
+    of `retail`: replace both. The techniques have not been measured together, so no result is
+    promised.
     """
     config = retail(
         recipe="dart",

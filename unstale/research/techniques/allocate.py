@@ -3,10 +3,11 @@
 N is the number of episodes of a group's first stage, p the success rate of its task, A an
 advantage. Each rule ends with the paper that it is from.
 
-`dars_et`: the sum of |A| over a group, N S with S = 2 p (1 - p), rises to that of p = 1/2. p is the
-share of successes in the first stage, or 0.5 / N without any. Groups with p >= 1/2 get no more.
-From DARS.
-`dars_hw`: the sum rises to 2 (1 - p) times that of p = 1/2. From DARS.
+`dars_et`: n episodes with the success rate p have the sum of |A| n S, S = 2 p (1 - p). Episodes are
+added until this sum is that of N episodes with p = 1/2. p is the share of successes in the first
+stage, or 0.5 / N without any. Groups with p >= 1/2 get no more. From DARS.
+`dars_hw`: as `dars_et`, until the sum is 2 (1 - p) times that of N episodes with p = 1/2. From
+DARS.
 `interval`: one more episode is worth h(n) - h(n + 1), where h = t s / sqrt(n) is half the width of
 Student's confidence interval of the mean reward, and s the standard deviation of the first stage.
 From XRPO.
@@ -14,8 +15,8 @@ From XRPO.
 `forecast` = sampler the forecast of the model of `predicted_sampler`. From V0.
 `sqrt_law`: n episodes are worth -p (1 - p) / n, which makes n proportional to sqrt(p (1 - p)). p is
 from earlier groups. From Rollout-GDRO.
-`v05_risk`: each added episode lowers the error of the baseline of V0.5 by more than `cost`. The
-baseline mixes the mean reward with the forecast p. From V0.5.
+`v05_risk`: episodes are added while each lowers the squared error of V0.5's baseline by more than
+`cost`. The baseline mixes the mean reward with the forecast p. From V0.5.
 """
 
 from __future__ import annotations
@@ -81,31 +82,42 @@ class AllocateConfig(Section, ForecastOptions, RateOptions, SuccessShare):
     read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     gain: Literal["dars_et", "dars_hw", "interval", "v0", "sqrt_law", "v05_risk"] = "dars_et"
-    """The rule. `v0` and `sqrt_law` choose the size of a group before it starts. The others begin
-    with `schedule.group_size` episodes, and add some when these have ended.
+    """The rule that chooses the number of episodes. `v0` and `sqrt_law` choose the size of a group
+    before it starts. The others begin with `schedule.group_size` episodes, and add some when these
+    have ended.
     """
     max: PositiveInt = 32
-    """Largest number of episodes of a group. DARS has 32 with `dars_et` and 64 with `dars_hw`."""
+    """Largest number of episodes of a group. The paper DARS uses 32 with `dars_et` and 64 with
+    `dars_hw`.
+    """
     min: PositiveInt = 2
     """Only for `v0` and `sqrt_law`: smallest number of episodes of a group."""
     mean: Positive = 8.0
-    """Only for `interval`, `v0` and `sqrt_law`: mean number of episodes per group. The rule sets a
-    price of an episode at which the last groups would have had this mean, or slightly less.
+    """Only for `interval`, `v0` and `sqrt_law`: mean number of episodes per group. An episode is
+    added if it is worth more than a price, with which past groups would have had this mean or
+    slightly less.
     """
     window: PositiveInt = 64
-    """Only for `interval`, `v0` and `sqrt_law`: number of groups over which the mean is taken."""
+    """Only for `interval`, `v0` and `sqrt_law`: number of past groups over which
+    `mean` is taken.
+    """
     std: bool = False
-    """Only for `dars_et` and `dars_hw`: S = 2 sqrt(p (1 - p)), for advantages that are divided by
-    the deviation.
+    """Only for `dars_et` and `dars_hw`: S = 2 sqrt(p (1 - p)), which fits advantages that are
+    divided by the standard deviation of the group.
     """
     level: Annotated[float, Range(above=0, high=0.9999)] = 0.95
-    """Only for `interval`: probability that the interval contains the mean."""
+    """Only for `interval`: probability that the confidence interval contains the
+    true mean reward.
+    """
     explore: NonNegative = 0.0
-    """Only for `interval`: factor of sqrt(log(1 + T) / n), which is added to the value of an
-    episode. T is the number of episodes of the groups in `window`.
+    """Only for `interval`: weight of a bonus for exploration. The value of an episode grows by this
+    weight times sqrt(log(1 + T) / n), where n is the group's size before it and T the number of
+    episodes of the last `window` groups.
     """
     cost: NonNegative = 0.0039
-    """Only for `v05_risk`: the cost of an episode, as a squared error of rewards in [-1, 1]."""
+    """Only for `v05_risk`: an episode is added if it lowers the squared error of the baseline by
+    more than this, for rewards in [-1, 1].
+    """
 
     def check_combination(self) -> None:
         if self.gain in _BEFORE and not self.min <= self.mean <= self.max:
@@ -118,9 +130,10 @@ class AllocateConfig(Section, ForecastOptions, RateOptions, SuccessShare):
 class Allocate(ForecastUser):
     """A technique that chooses the number of episodes of a group by one of six rules.
 
-    With `interval`, `v0` and `sqrt_law`, an episode has a price, chosen so that the last groups
-    would have had the mean number of episodes. The size of each group is chosen when the group
-    starts, or when its first stage has ended, without waiting for other groups.
+    With `interval`, `v0` and `sqrt_law`, an episode is added if its utility exceeds a price, chosen
+    so that the last groups would have had the mean number of episodes. The size of each group is
+    chosen when the group starts, or when its first stage has ended, without waiting for other
+    groups.
     """
 
     def __init__(self, options: AllocateConfig) -> None:
@@ -130,8 +143,8 @@ class Allocate(ForecastUser):
         )
         self._recent: deque[Outcome] = deque(maxlen=options.window)
         self._price: float | None = None
-        """The price of an episode, in units of the rule's utility. None before the first batch, and
-        until it is needed after a restart: the sampler's forecasts are restored later.
+        """Smallest utility of an episode that is added. None if it must be computed again: before
+        the first batch, after each batch and after a restart.
         """
 
     def first(self, task: str) -> int:
@@ -165,9 +178,9 @@ class Allocate(ForecastUser):
         return min(left, further)
 
     def _worth_before(self, task: str) -> list[Segment]:
-        """Return the utility of a task's episodes beyond `min`, before its group starts.
+        """Return the utility of a task's episodes beyond `min`, in segments of constant slope.
 
-        It is given as segments of constant slope.
+        It is computed before the task's group starts.
         """
         options = self._options
         p = self.expected(task, options, self._tracker)
@@ -175,9 +188,9 @@ class Allocate(ForecastUser):
         return segments([utility(n, p) for n in range(options.min, options.max + 1)])
 
     def _worth_after(self, rewards: Sequence[float], left: int) -> list[Segment]:
-        """Return the utility of up to `left` further episodes, given the group's rewards so far.
+        """Return the utility of up to `left` more episodes, in segments of constant slope.
 
-        It is given as segments of constant slope.
+        It is computed from the group's `rewards` so far.
         """
         options, size = self._options, len(rewards)
         if size < 2:
@@ -187,7 +200,9 @@ class Allocate(ForecastUser):
         return interval_segments(size, left, stdev(rewards), level=options.level, bonus=bonus)
 
     def _num_worth_their_cost(self, group: GroupSoFar) -> int:
-        """Return how many further episodes each lower the baseline's error by more than `cost`."""
+        """Return how many more episodes to add: each must lower the baseline's error by over
+        `cost`.
+        """
         successes = self._tracker.successes(group.rewards)
         mean = 2 * sum(successes) / len(successes) - 1
         forecast = 2 * self.expected(group.task, self._options, self._tracker) - 1
@@ -256,7 +271,7 @@ def _check(options: AllocateConfig, config: RunConfig) -> None:
 
 
 def _require_same_forecast(options: AllocateConfig, baseline: BaselineConfig) -> None:
-    """Raise `ConfigError` if `baseline` and the rule `v05_risk` use different forecasts V."""
+    """Raise `ConfigError` if `baseline` and the rule `v05_risk` forecast rewards differently."""
     if baseline.centre != "shrink":
         return
     if options.forecast != baseline.forecast:

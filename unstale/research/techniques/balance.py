@@ -1,11 +1,11 @@
 """`balance`: how much of the policy's probability the episodes of a group have tried.
 
-A group is read as a softmax bandit. Its arms are the different first replies of its N episodes,
-with probabilities p_j, and all other replies. A gradient step of size eta changes the logits by
-dz_j = (eta / N) (c_j - S p_j), where c_j is the sum of the rewards of arm j, and S the sum over all
-arms. Then the probability of right arms changes by dQ = sum_{j right} p_j (dz_j - sum_l p_l dz_l).
-From BroRL (arXiv 2510.01180), which divides dQ into the parts of sampled and unsampled arms: the
-part of unsampled ones, which can be negative, vanishes as N grows.
+A group is seen as a softmax bandit, whose arms are replies: the different first replies of its N
+episodes, with probabilities p_j, and all others, which were not sampled. A gradient step of size
+eta changes the logits by dz_j = (eta / N) (c_j - S p_j), where c_j is the sum of the rewards of arm
+j, and S the sum over all arms. Then the probability of right arms changes by dQ = sum_{j right} p_j
+(dz_j - sum_l p_l dz_l). From BroRL (arXiv 2510.01180), which divides dQ into the parts of sampled
+and unsampled arms: the part of unsampled ones, which can be negative, vanishes as N grows.
 
 For the metrics, eta is 1, rewards are reduced by the mean of their group, and an arm is right if
 the mean reward of its episodes is above that of the group. With such rewards S is 0, so unsampled
@@ -28,12 +28,15 @@ from unstale.techniques.hooks import CreditContext
 
 @dataclass(frozen=True, slots=True)
 class MassBalance:
-    """The change of the probability of right arms (replies) by a gradient step, in two parts."""
+    """The change of the probability of right arms (replies) by a gradient step.
+
+    It is the sum of two parts: of the arms that were sampled, and of those that were not.
+    """
 
     sampled: float
-    """The change of the probability of the right arms (replies) that were sampled."""
+    """The change of the total probability of the right arms (replies) that were sampled."""
     unsampled: float
-    """The change of the probability of the right arms (replies) that were not sampled."""
+    """The change of the total probability of the right arms (replies) that were not sampled."""
 
     @property
     def total(self) -> float:
@@ -43,7 +46,8 @@ class MassBalance:
 def logit_changes(p: Sequence[float], c: Sequence[float], *, rate: float) -> list[float]:
     """Return the change of each arm's logit by one gradient step. An arm is a possible first reply.
 
-    `p` has the arms' probabilities, `c` their summed rewards. `rate` is the step size divided by N.
+    `p` has the probability of each arm, `c` the sum of its rewards. `rate` is the step size divided
+    by N, the number of samples.
     """
     total = math.fsum(c)
     return [rate * (ci - total * pi) for pi, ci in zip(p, c, strict=True)]
@@ -84,7 +88,11 @@ class Balance:
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> Mapping[str, float]:
-        """Return means over the groups with a reply, as metrics. NaN if there is no such group."""
+        """Return three metrics of the groups' first replies, as means over the groups that have
+        one.
+
+        The metrics are NaN if there is no such group.
+        """
         answered = (
             # A forked episode did not sample its first reply itself.
             [each for each in group.trajectories if each.sampled and each.fork is None]
@@ -99,10 +107,10 @@ class Balance:
 
 
 def _of_group(episodes: Sequence[Trajectory]) -> tuple[float, float, float]:
-    """Return three numbers of a group, whose arms are its different first replies.
+    """Return three numbers about the different first replies of a group (its arms).
 
-    They are the probability of all arms, the change of the probability of right arms by a step, and
-    the largest loss of all other replies.
+    They are the total probability of all arms, the change of the probability of right arms by a
+    gradient step, and the largest loss of probability of all other replies.
     """
     mean = fmean(each.reward for each in episodes)
     p: dict[tuple[int, ...], float] = {}

@@ -3,14 +3,14 @@
 The advantage of an episode with reward r is (r - b) / s. m is the group's mean, n its size, and V
 the expected reward of the task: the mean of a Beta distribution of earlier groups.
 
-`mean`, `loo`: b is m, or the mean of the other episodes.
+`mean`, `loo`: b is m, or with `loo` (leave one out) the mean of the other episodes.
 `median`: b is the median. With `pivot`, advantages are multiplied by n / (the number of episodes
 whose reward is not b). With `scale` = mad it is MC-GRPO, whose groups have one episode more, of
 which one is the median and has no gradient.
 `prior`: b = V. With groups of one episode and `scale` = batch it is the baseline of MSSR (built on
 SPO, arXiv 2509.13232).
-`shrink`: b = w m + (1 - w) V, w = D / (D + v), D = max(0, (m - V)^2 - v). v is the largest variance
-of m, (reward_max - reward_min)^2 / (4 n). V0.5, whose V is the prediction of a model. With
+`shrink`: b = w m + (1 - w) V, w = D / (D + v), D = max(0, (m - V)^2 - v). v is the largest possible
+variance of m, (reward_max - reward_min)^2 / (4 n). From V0.5, where a model predicts V. With
 `leave_out`, m and n are those of the other episodes.
 `probe`: b is the mean of g over the features of the other episodes of the group. g is a ridge
 regression, fitted before each batch to the last episodes that were trained on: from the features of
@@ -25,7 +25,7 @@ least `mad_floor`, plus 0.001 (`mad`), or the standard deviation of r - b over t
 is subtracted, too (`batch`).
 
 With `forecast` = sampler, V is the forecast of `predicted_sampler` instead, as in V0.5. It also
-knows tasks that were never tried. V is learned from the environment's rewards, so `prior` and
+exists for tasks that were never tried. V is learned from the environment's rewards, so `prior` and
 `shrink` are refused beside techniques that change rewards.
 """
 
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 Centre = Literal["mean", "loo", "median", "prior", "shrink", "probe"]
 _PRIOR = ("prior", "shrink")
 _LEARNED = (*_PRIOR, "probe")
-"""The baselines with which a group of equal rewards can have advantages that are not 0."""
+"""Baselines with which a group of equal rewards can have nonzero advantages."""
 _READ_BY = {
     "pivot": ("median",),
     "leave_out": ("shrink",),
@@ -121,16 +121,21 @@ class BaselineConfig(Section, ForecastOptions, VisitOptions):
     reward_max: float = 1.0
     """Only for `prior` and `shrink`: the largest reward of an episode."""
     kl_target: NonNegative = 0.0
-    """Only for `prior` and `shrink`: forget faster while the policy moves. At each visit the share
-    2^(-KL / kl_target) of the earlier counts is left, at most `keep` and at least `keep_min`. KL is
-    that of the last step, per token (k3). 0 does not look at it. SPO has 0.06.
+    """Only for `prior` and `shrink`: forget earlier results faster while the policy changes. At
+    each visit to a task, the share 2^(-KL / kl_target) of its earlier counts of results is kept, at
+    most `keep` and at least `keep_min`. KL is the mean per token (k3) of the last step. 0 always
+    keeps `keep`. The paper SPO uses 0.06.
     """
     keep_min: Annotated[float, Range(above=0, high=1)] = 0.875
-    """Only for `prior` and `shrink` with `kl_target`: smallest share of the counts that is left."""
+    """Only for `prior` and `shrink` with `kl_target`: smallest share of a task's earlier counts
+    that is kept at a visit.
+    """
     depth: Annotated[float, Range(above=0, high=1)] = 0.5
-    """Only for `probe`: share of the layers after which the hidden states are read."""
+    """Only for `probe`: share of the model's layers after which hidden states are read."""
     tokens: PositiveInt = 10
-    """Only for `probe`: number of last tokens of the prompt, and of each reply, that are used."""
+    """Only for `probe`: number of tokens, at the end of the prompt and of each reply, whose hidden
+    states are averaged.
+    """
     examples: Annotated[int, Range(low=2)] = 512
     """Only for `probe`: number of last episodes to which the regression is fitted."""
     ridge: Positive = 30.0
@@ -241,10 +246,9 @@ class PriorBaseline(Baseline, ForecastUser):
         return {**self._tracker.state(), "range": span}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the expected rewards.
+        """Restore the expected rewards of tasks, limited to the current range of rewards.
 
-        They do not change even if the range of rewards has changed. Raises ConfigError for the
-        checkpoint of a run with `centre` = probe.
+        Raises ConfigError for the checkpoint of a run with `centre` = probe.
         """
         if "probe" in state:
             raise ConfigError(
@@ -275,8 +279,8 @@ class ProbeBaseline(Baseline):
         self._probe = Probe(ridge=options.ridge, size=options.examples)
         self._batch: ProbedBatch | None = None
         self._examples: tuple[HiddenStates, Tensor] | None = None
-        """The features and targets that `observe` will add to the regression. None if there are
-        none.
+        """Features and targets of the current batch, which `observe` adds to the regression. None
+        without them.
         """
 
     def read_states(self, groups: Sequence[Group], states: HiddenStates) -> None:
@@ -348,12 +352,12 @@ class ProbeBaseline(Baseline):
 
 
 class MovingPriorBaseline(PriorBaseline):
-    """A `PriorBaseline` that forgets faster while the policy moves. It measures each step."""
+    """A `PriorBaseline` that forgets faster while the policy moves, by the KL of each step."""
 
     def __init__(self, options: BaselineConfig) -> None:
         super().__init__(options)
         self._kl = 0.0
-        """The KL of the last step. It is measured again before a resumed run observes a batch."""
+        """Mean KL per token of the last training step."""
 
     def plan(self, seen: StepSeen) -> StepPlan:
         self._kl = seen.kl if math.isfinite(seen.kl) else 0.0
@@ -383,8 +387,9 @@ def make_baseline(options: BaselineConfig) -> Baseline:
 def advantages(rewards: Tensor, options: BaselineConfig, *, value: Tensor | float = 0.0) -> Tensor:
     """Return the advantages `[..., n]` of groups of n episodes.
 
-    With `scale` = batch they are not divided. `value` is V of each group, `[...]`, or for `probe`
-    the baseline of each episode, `[..., n]`.
+    With `scale` = batch the result is reward minus baseline, and the caller divides it. `value` is
+    the expected reward V of each group, `[...]`, or for `probe` the baseline of each episode,
+    `[..., n]`.
     """
     import torch
 
@@ -452,7 +457,6 @@ def _median(values: Tensor) -> Tensor:
 
 
 def _rewards(group: Group, episodes: Sequence[Trajectory]) -> Tensor:
-    """Return the rewards `[n]` of the given episodes of a group."""
     import torch
 
     rewards = torch.tensor([each.reward for each in episodes], dtype=torch.float64)

@@ -2,9 +2,10 @@
 
 Each task of the pool has a Beta distribution of its success rate. For each candidate a rate p is
 drawn from it (Thompson sampling), and the task with the largest p^solved (1 - p)^failed is next.
-solved = failed = 1 favours p = 1/2, and 1 and 2 favour p = 1/3. From VADE (the score from notes of
-others). With `read` = mean, `pick` = proportional and exponents of 0.5, tasks are drawn with
-weights sqrt(p (1 - p)), as in MSSR (built on SPO, arXiv 2509.13232).
+With the exponents `solved` = `failed` = 1, the score is largest at p = 1/2, and with 1 and 2 at p =
+1/3. From VADE (the score as others describe it). With `read` = mean, `pick` = proportional and
+exponents of 0.5, tasks are drawn with weights sqrt(p (1 - p)), as in MSSR (built on SPO, arXiv
+2509.13232).
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ class BetaSamplerConfig(Section, VisitOptions, SuccessShare):
     """The next task is one whose success rate is likely to be in the middle (VADE, MSSR)."""
 
     solved: NonNegative = 1.0
-    """Exponent of the success rate p in the score."""
+    """Exponent of p, the task's success rate, in the score p^solved (1 - p)^failed of a task."""
     failed: NonNegative = 2.0
-    """Exponent of 1 - p in the score. A larger one favours harder tasks."""
+    """Exponent of 1 - p in the score p^solved (1 - p)^failed of a task. A larger one favours harder
+    tasks.
+    """
     read: Literal["thompson", "mean"] = "thompson"
-    """The success rate p of a task in the score: drawn from the task's Beta distribution, or its
-    mean.
+    """The success rate p in a task's score: a draw from the task's Beta distribution (`thompson`),
+    or the mean of this distribution.
     """
     pick: Literal["best", "proportional"] = "best"
-    """Take the candidate with the largest score, or draw one with the scores as weights."""
+    """The next task: the candidate with the largest score, or a draw with the scores as weights."""
 
 
 class BetaSampler:
@@ -57,9 +60,11 @@ class BetaSampler:
         return Draw(context.random.choices(tasks, weights=scores)[0])
 
     def score(self, task: str, random: Random) -> float:
-        """Return the score of a task, p^solved (1 - p)^failed. High scores are drawn more often.
+        """Return the score of a task, p^solved (1 - p)^failed. The next task is chosen by its
+        score.
 
-        p is the task's expected success, or with `read = thompson` a draw from its distribution.
+        p is the task's expected success rate, or with `read = thompson` a draw from its
+        distribution.
         """
         counts = self._tracker.counts(task)
         thompson = self._options.read == "thompson"

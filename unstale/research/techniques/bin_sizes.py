@@ -1,14 +1,15 @@
 """`bin_sizes`: a number of episodes for each bin of tasks, with an exact mean.
 
-Tasks are in bins by the share of their last groups that had a success. c_b is the number of groups
-of bin b among the last ones, and v_b the moving average of the variance of their rewards. The sizes
-n_b have sum c_b n_b = `mean` sum c_b exactly, or the largest possible sum below. Dynamic
-programming finds the sizes.
+A task's bin is given by the share of its last groups that had a success. All groups of bin b have
+n_b episodes. c_b is the number of groups of bin b among the last `window` groups, and v_b a moving
+average of the variance of rewards in the bin. The sizes n_b satisfy sum c_b n_b = `mean` sum c_b
+exactly, or have the largest possible sum below. Dynamic programming finds them.
 
-`sqrt`: the sizes have the smallest sum c_b v_b / n_b. So n_b is proportional to sqrt(v_b).
-`weights`: each size n of a bin has a weight, which each batch multiplies by exp(-rate (v / n + mu
-n)), v the variance of the bin in the batch. The sizes have the largest product of weights. Then mu
-grows by `mu_rate` times the batch's mean size minus `mean`. From Rollout-GDRO.
+`sqrt`: the sizes minimise sum c_b v_b / n_b, so n_b is about proportional to sqrt(v_b).
+`weights`: each size n of a bin has a weight. Each batch multiplies it by exp(-rate (v / n + mu n)),
+where v is the variance of rewards of the bin in the batch. The sizes have the largest product of
+weights. Then the price mu grows by `mu_rate` times the batch's mean size minus `mean`. From
+Rollout-GDRO.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class BinSizesConfig(Section, BinOptions):
     max: PositiveInt = 16
     """Largest number of episodes of a group."""
     mean: Positive = 8.0
-    """Mean number of episodes per group, over the last `window` groups. Groups of new tasks have
-    this number.
+    """Mean number of episodes per group, over the last `window` groups. Groups of tasks without a
+    bin, which are new, have this number.
     """
     window: PositiveInt = 64
-    """Number of past groups that are counted."""
+    """Number of past groups over which the mean is computed."""
     beta: Share = 0.1
     """Only for `sqrt`: weight of a batch in the moving average of the variance
     of a bin's rewards.
@@ -60,7 +61,7 @@ class BinSizesConfig(Section, BinOptions):
     rate: NonNegative = 1.0
     """Only for `weights`: rate at which the weights of sizes change from batch to batch."""
     mu_rate: NonNegative = 0.001
-    """Only for `weights`: rate at which the price mu of an episode changes."""
+    """Only for `weights`: rate at which mu changes, the price of an episode."""
 
     def check_combination(self) -> None:
         if not self.min <= self.mean <= self.max:
@@ -152,9 +153,9 @@ def exact_sizes(
 ) -> list[int]:
     """Return the group size of each bin with the largest total utility, by dynamic programming.
 
-    The sum of counts times sizes is `budget`, or the largest possible sum below it. `counts[b]` is
-    the number of groups of bin b, and `utility[b][k]` the utility of the size `least + k` for it.
-    Raises ValueError if groups of `least` episodes already exceed the budget.
+    `counts[b]` is the number of groups of bin b, and `utility[b][k]` the utility of the size `least
+    + k` for that bin. The sum of counts times sizes is `budget`, or the largest possible sum below
+    it. Raises ValueError if groups of `least` episodes already exceed the budget.
     """
     left = budget - least * sum(counts)
     if left < 0:

@@ -1,10 +1,9 @@
-"""Group sizes that use a mean number of episodes best, for techniques that allocate episodes.
+"""The best group sizes with a given mean, for techniques that allocate episodes.
 
-The utility of a group is a number for each size that it may have. At a given price of an episode, a
-group gets the size with the largest utility minus price times size. Sizes at one price have the
-largest total utility of all sizes with the same total or a smaller one (Everett, Operations
-Research 11, 1963). This holds for every utility, also where one more episode is worth more than the
-one before.
+A group has a utility for each size that it may have. At a given price of an episode, a group gets
+the size with the largest utility minus price times size. No other sizes with the same total or a
+smaller one have a larger total utility (Everett, Operations Research 11, 1963). This holds for
+every utility, even where one more episode is worth more than the one before.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ def segments(utility: Sequence[float]) -> list[Segment]:
 
 
 def num_further(hull: Sequence[Segment], price: float) -> int:
-    """Return how many further episodes of a group each add more utility than `price`."""
+    """Return the number of further episodes of a group that each add more utility than `price`."""
     return sum(each.width for each in hull if each.slope > price)
 
 
 def find_price(hulls: Sequence[Sequence[Segment]], budget: float) -> float:
     """Return the lowest price at which all groups together get at most `budget` further episodes.
 
-    `hulls` has the utility of each group. The price is 0 if all further episodes fit into the
-    budget.
+    `hulls` has the utility of each group, as `segments` returns it. The price is 0 if all further
+    episodes fit into the budget.
     """
     left = budget
     for each in sorted((one for hull in hulls for one in hull), key=lambda one: -one.slope):
@@ -83,15 +82,16 @@ def dars_further(size: int, p: float, *, by_hardness: bool = False, std: bool = 
 
 
 def v0_utility(size: int, p: float) -> float:
-    """Return V0's utility of `size` episodes of a task with success rate p."""
+    """Return the utility of `size` episodes of a task with success rate p, as the paper V0 defines
+    it.
+    """
     return size * (1 - p) * (1 - (1 - p) ** (size - 1))
 
 
 def mean_utility(size: int, p: float) -> float:
-    """Return the negative variance of a mean of `size` rewards, which gives the square-root law.
+    """Return the negative variance of the mean of `size` rewards of 0 or 1 with the mean `p`.
 
-    `p` is the success rate. The sum of v / n over groups is least, for a given sum of n, if n is
-    proportional to sqrt(v).
+    As a utility, it makes a group's size proportional to the standard deviation of its rewards.
     """
     return -p * (1 - p) / size
 

@@ -1,27 +1,26 @@
 """`bus`: some episodes of a group begin with what other runs wrote for the same task.
 
 A group begins with episodes of its own. Then at most `number` episodes follow whose reply begins
-with the text of another episode that solved the task. Such a text is FOREIGN: nobody here knows its
-probability under its writer. The policy ends the reply, the environment of this run gives the
-reward, and a foreign reward is never read. The advantage is the reward minus the mean reward of the
-group. Foreign text is trained on where its advantage is above 0.
+with the text of another run's episode that solved the task. Such text is FOREIGN: its
+log-probability under the policy that wrote it is not known. The policy ends the reply, and this
+run's environment gives the reward. The reward in the other run is not used. The advantage is the
+reward minus the mean reward of the group. Foreign text is trained on where its advantage is above
+0.
 
-The texts come from a directory `folder` that several runs share, and into which each writes its
-successes with one reply, as text, which every reader encodes with its own tokenizer. From SAPO
-(swarm sampling). Or they are the successes of an earlier run `load` with the same policy and tasks,
-with all their turns, whose answers the environment must repeat. With `when` = failed they join only
-groups without a success. From DART, which keeps successes collected in advance for tasks that
-always fail.
+The texts come from a directory `folder` that several runs share. Each run writes the texts of its
+successes with one reply there, and encodes the others' with its own tokenizer. From SAPO (swarm
+sampling). Or they are the successes of an earlier run `load` with the same policy and tasks, with
+all their turns, whose observations the environment must repeat. With `when` = failed, texts of
+`load` are used only in groups without a success. From DART, which keeps successes collected in
+advance for tasks that always fail.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -45,6 +44,7 @@ from unstale.records import (
     replies,
 )
 from unstale.research.techniques.hints import check_number, complete_number, credited
+from unstale.research.techniques.shared_texts import SharedTexts, check_node
 from unstale.research.techniques.success import SuccessThreshold
 from unstale.research.techniques.tree import check_sequences
 from unstale.rollout.seeds import derive_seed
@@ -63,10 +63,6 @@ REFUSED = {
     "source": "which stores single episodes",
 }
 """Slots whose techniques cannot be used with foreign text, and the reason."""
-KEPT = 8
-"""Number of texts that a run keeps in the folder for each task. A newer one replaces an older."""
-MOST_CHARACTERS = 20_000
-"""Largest number of characters of a text that is read from the folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,24 +70,21 @@ class BusConfig(Section, SuccessThreshold):
     """Episodes that begin with what other runs wrote for the same task (SAPO, DART)."""
 
     folder: str = ""
-    """A directory that the runs share. Each run writes its successes there. Empty: none."""
+    """A directory that several runs share, in which each run writes its successes. Empty: none."""
     node: str = ""
-    """Only with `folder`: the name of this run there, which no other run has."""
+    """Only with `folder`: a name of this run in the directory. No other run may have it."""
     load: str = ""
-    """The folder of an earlier run with the same policy and tasks, whose successes are used."""
+    """Folder of an earlier run with the same policy and tasks, whose successes are used. Empty:
+    none.
+    """
     number: Count = 0
     """Largest number of episodes of a group with foreign text; 0 is half of `schedule.group_size`.
     """
     when: Literal["always", "failed"] = "always"
-    """In which groups there are such episodes: in all, or in those without a success."""
+    """Groups that get episodes with foreign text: all, or those without a success."""
 
     def check_combination(self) -> None:
-        is_name = self.node.replace("-", "a").isalnum()
-        if bool(self.folder) != bool(self.node) or (self.node and not is_name):
-            raise ConfigError(
-                "bus.folder and bus.node are given together, and bus.node has letters, digits and "
-                f"- only, got {self.folder!r} and {self.node!r}"
-            )
+        check_node("bus", self.folder, self.node)
 
 
 Text = tuple[ContextPiece | Placed, ...]
@@ -101,14 +94,13 @@ class Bus:
     """A technique that begins some replies of a group with texts of other runs."""
 
     def __init__(self, options: BusConfig) -> None:
-        """Create the technique. `options.number` must not be 0: `Entry.complete` fills it in."""
+        """Create the technique. `options.number` must be above 0: `Entry.complete` replaces a 0."""
         self._options = options
         self._identify: Callable[[Task], str] = lambda task: task.key
         self._loaded: dict[str, list[tuple[tuple[int, ...], Text]]] | None = None
-        """Prompts and texts of an earlier run's successes by task. None before they were read."""
+        """Prompt and text of each success of the run `load`, by task. None before they are read."""
         self._reading = Lock()
-        self.lost = 0
-        """Number of times that the shared folder could not be used."""
+        self._shared = SharedTexts(options.folder, options.node)
 
     def name_tasks(self, identify: Callable[[Task], str]) -> None:
         self._identify = identify
@@ -139,43 +131,13 @@ class Bus:
 
     def _exchange(self, task: str, finished: Sequence[Trajectory], texts: Texts) -> list[Text]:
         """Write the successes of a group to the folder, and return the texts of other runs."""
-        if not self._options.folder:
-            return []
-        place = Path(self._options.folder) / blake2b(task.encode(), digest_size=8).hexdigest()
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            for each in finished:
-                said = [token for _, tokens in replies(each.pieces) for token in tokens]
-                if self._solved(each) and not each.fork and each.num_turns == 1:
-                    text = texts.text(said)
-                    name = f"{self._options.node}.{each.episode % KEPT}.json"
-                    self._publish(place / name, task, text)
-            return self._others(place, task, texts)
-        except OSError:
-            self.lost += 1
-            return []
-
-    def _publish(self, path: Path, task: str, text: str) -> None:
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({"task": task, "text": text}), encoding="utf-8")
-        part.replace(path)
-
-    def _others(self, place: Path, task: str, texts: Texts) -> list[Text]:
-        """Return the different texts that other runs wrote for a task. Other files are skipped."""
-        found = {}
-        for path in sorted(place.glob("*.json")):
-            if path.name.partition(".")[0] == self._options.node:
-                continue
-            try:
-                message = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
-                continue
-            match message:
-                case {"task": str(of), "text": str(text)} if of == task:
-                    tokens = texts.encode(text) if 0 < len(text) <= MOST_CHARACTERS else ()
-                    if tokens:
-                        found[text] = (Placed(tuple(tokens), Provenance.FOREIGN),)
-        return list(found.values())
+        own = {
+            each.episode: texts.text([token for _, said in replies(each.pieces) for token in said])
+            for each in finished
+            if self._solved(each) and not each.fork and each.num_turns == 1
+        }
+        found = (texts.encode(text) for text in self._shared.exchange(task, own))
+        return [(Placed(tuple(tokens), Provenance.FOREIGN),) for tokens in found if tokens]
 
     def _of_earlier_run(self, task: str, prompt: tuple[int, ...]) -> list[Text]:
         if not self._options.load:
@@ -221,14 +183,14 @@ class Bus:
             begun += [each for each in group.trajectories if each.fork]
         context.metrics["bus/episode_share"] = len(begun) / max(1, number)
         context.metrics["bus/success_share"] = fmean(map(self._solved, begun)) if begun else 0.0
-        context.metrics["bus/lost"] = self.lost
+        context.metrics["bus/lost"] = self._shared.lost
         return scored
 
 
 def foreign(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], Text]:
-    """Return the prompt of an episode, and what follows as text of another run.
+    """Return the prompt of an episode, and the rest of it as foreign text.
 
-    The last token is left out: the policy ends the last reply itself.
+    The last token is left out, because the policy ends the last reply itself.
     """
     prompt: tuple[int, ...] = ()
     text: list[ContextPiece | Placed] = []

@@ -1,4 +1,4 @@
-"""The table of published techniques, and what the package has of each. It imports no torch.
+"""The table of published techniques, and how much of each the package has. It imports no torch.
 
 `unstale techniques` prints it. A row is a paper, and its state is one of four:
 
@@ -26,9 +26,13 @@ class Row:
     about: str
     state: State
     how: str
-    """The options or commands that turn on what there is. Empty if there is nothing."""
+    """The options or commands that turn on what the package has of the technique. Empty if it has
+    nothing.
+    """
     missing: str
-    """A sentence about the parts of the paper that are left out. Empty if the row works."""
+    """A sentence about the parts of the paper that the package leaves out. Empty if the state is
+    works.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -250,16 +254,16 @@ ROWS: Sequence[Row] = (
         30,
         "ARRoL",
         "unpromising replies end early",
-        "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed",
+        "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed; unstale attempt "
+        "RUN --weigh weighs answers by the same forecast",
     ),
-    _partly(
+    _works(
         31,
         "SWE-Reasoner",
-        "search with a reward model",
-        "unstale attempt --search 3 --votes 4, also with --task.env terminal:FOLDER "
+        "search with a reward model, and training episodes by rejection sampling",
+        "unstale attempt --search 3 --votes 4 --judge URL --judge-model NAME, also with --task.env "
+        "terminal:FOLDER; --collect FILE writes successes at training tasks for unstale sft "
         "(docs/commands.md)",
-        "The policy judges the steps of a repair: there is no reward model of them, and no "
-        "synthesis of training episodes from repositories.",
     ),
     _works(
         32,
@@ -325,9 +329,10 @@ ROWS: Sequence[Row] = (
         41,
         "Jet-RL, arXiv 2601.14243",
         "one low precision in engine and trainer",
-        "--engine.quantise fp8 --trainer.quantise fp8",
-        "FP8 is rounded on both sides and computed in the run's own precision, so nothing is "
-        "faster.",
+        "--engine.quantise fp8 --trainer.quantise fp8: both round alike, and with "
+        "--engine.backend vllm the engine computes in FP8",
+        "The trainer and the embedded engine round to FP8 and compute in the run's own precision, "
+        "so they are no faster.",
     ),
     _works(
         42,
@@ -340,7 +345,7 @@ ROWS: Sequence[Row] = (
         "ETTRL, arXiv 2508.11356",
         "labels by majority, advantages by relative entropy; trees",
         "--techniques 'majority tree tree_advantage entropy_advantage_reweighting' "
-        "--tree.branch peaks --majority.least 0, with --selection.test_time",
+        "--tree.branch peaks --majority.least 0 --selection.pool N --selection.test_time true",
     ),
     _works(
         44,
@@ -357,20 +362,21 @@ ROWS: Sequence[Row] = (
         "unstale.testing.tabulate lists (docs/your-own-task.md)",
         "Its deep Q-learning is not for language models.",
     ),
-    _partly(
+    _works(
         46,
         "UI-S1",
-        "expert traces with patched steps; step and episode advantages",
+        "expert traces with patched steps, also of screens; step and episode advantages",
         "--task.env traces:FILE --techniques step_groups --step_groups.rule two_level "
-        "--step_groups.cut_below 1 (docs/your-own-task.md)",
-        "The traces are conversations with tools; screenshots are missing.",
+        "--step_groups.cut_below 1, with --task.tolerance for places on screens "
+        "(docs/your-own-task.md)",
     ),
     _works(
         47,
         "AgentMath",
         "tool traces from plain reasoning; segments, routing by prefix and load",
-        "unstale tool-traces makes the traces; --techniques 'segments tool_bonus' has the "
-        "segments, the limits that grow and the bonus; --engine.load_tokens is the routing",
+        "unstale tool-traces makes the traces, with --tool python --url URL --url-model NAME by a "
+        "model; --techniques 'segments tool_bonus' has the segments, the limits that grow and the "
+        "bonus; --engine.load_tokens is the routing",
     ),
     _partly(
         48,
@@ -431,8 +437,9 @@ ROWS: Sequence[Row] = (
     _works(
         56,
         "MARS^2",
-        "several roles in one search tree over answers",
-        "--techniques search: the roles are of one policy",
+        "several policies and roles in one search tree over answers",
+        "--techniques search has roles of one policy; with --search.folder DIR --search.node NAME "
+        "several policies share a tree, each trained by a run of its own",
     ),
     _idea(
         57,
@@ -462,6 +469,13 @@ ROWS: Sequence[Row] = (
         "a teacher's judgement of each token that the policy sampled",
         "--techniques distil --distil.teacher FOLDER (docs/distillation.md)",
     ),
+    _partly(
+        61,
+        "ESTR, arXiv 2607.22186",
+        "a trust region whose width grows with a token's entropy",
+        "--techniques estr --estr.tau TAU",
+        "The mask is made once per batch, and tau has no default: the paper's value is not known.",
+    ),
 )
 """All rows of the table, in the order of their numbers."""
 
@@ -490,6 +504,7 @@ WISHES: Mapping[str, Sequence[str]] = {
     "stability with old tokens": (
         "confidence_clip",
         "ess_lr",
+        "estr",
         "m2po",
         "minpro",
         "opmd",
@@ -512,11 +527,11 @@ WISHES: Mapping[str, Sequence[str]] = {
     "another reward": ("flawed_success_penalty", "long_reply_penalty", "tool_bonus"),
     "figures only": ("balance", "proxy", "rollout_figures"),
 }
-"""What a user may want -> the techniques and commands for it. Each of these is listed once."""
+"""For each thing that a user may want: the techniques and commands for it. Each is listed once."""
 COMMANDS: Mapping[str, str] = {
     "unstale attempt": "Attempt each task several times, and choose by votes or by comparisons",
     "unstale route": "Send each task to the policy that probably solves it at the least cost",
     "unstale synthesize": "Let a model write tasks, and keep those whose answers are verified",
     "unstale tool-traces": "Turn plain reasoning into conversations with tool calls",
 }
-"""What the commands in `WISHES` do."""
+"""A description of each command in `WISHES`, by the command's name."""

@@ -3,8 +3,8 @@
 The limits `clip_low` and `clip_high` of a sequence are multiplied by
 narrowest + (widest - narrowest) * sigmoid(kappa (1 - C)), so a confident sequence has the narrower
 clip. Its advantages are multiplied by 1 + a S, S = alpha H + beta (1 - C). C is the mean
-probability of its last `tail` sampled tokens when the engine sampled them, and H the mean entropy
-of the policy over its sampled tokens, in nats. From ECHO (arXiv 2602.02150), without its trees.
+probability of its last `tail` sampled tokens under the engine's policy, and H the mean entropy of
+the policy over its sampled tokens, in nats. From ECHO (arXiv 2602.02150), without its trees.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class ConfidenceClipConfig(Section):
     """A clip and an advantage that depend on the confidence of a sequence (ECHO)."""
 
     narrowest: NonNegative = 0.5
-    """Smallest factor of the clip's limits."""
+    """Smallest factor of `clip_low` and `clip_high`, which very confident sequences approach."""
     widest: NonNegative = 1.5
-    """Largest factor of the clip's limits. At confidence 1, the factor is the mean of both."""
+    """Largest factor of `clip_low` and `clip_high`. At confidence 1, the factor is the mean of
+    `narrowest` and `widest`.
+    """
     kappa: NonNegative = 5.0
-    """Rate at which the factor of the clip grows as the confidence falls."""
+    """Speed with which the factor of the clip grows as the confidence falls."""
     tail: PositiveInt = 64
     """Number of sampled tokens at the end of a sequence whose mean probability is its confidence.
     """
@@ -55,7 +57,9 @@ class ConfidenceClipConfig(Section):
 
 
 class ConfidenceClip:
-    """A technique that sets the clip of each sequence and scales its advantages."""
+    """A technique that sets the clip and scales the advantages of each sequence by
+    its confidence.
+    """
 
     def __init__(self, options: ConfidenceClipConfig) -> None:
         self._options = options

@@ -26,19 +26,17 @@ class ConfidentErrorPenaltyConfig(Section):
     alpha: Positive = 1.0
     """Coefficient alpha of the factor 1 + alpha * softplus(c) of a negative advantage."""
     over: Literal["sum", "mean"] = "sum"
-    """The confidence shift c of a sequence: the sum over its sampled tokens, as in the paper, or
-    their mean.
+    """The confidence shift c of a sequence: the sum of log pi - log pi_ref over its sampled tokens,
+    as in the paper, or the mean.
     """
     max_shift: Positive = 10.0
-    """Largest confidence shift c that counts. Without a limit, long sequences would have very large
-    factors.
+    """Largest confidence shift c = log pi - log pi_ref that counts. Without a limit, long sequences
+    would have very large factors.
     """
 
 
 class ConfidentErrorPenalty:
-    """A technique that makes negative advantages larger where the policy has become more
-    confident.
-    """
+    """A technique that enlarges negative advantages where the policy has become more confident."""
 
     def __init__(self, options: ConfidentErrorPenaltyConfig) -> None:
         self._options = options

@@ -1,4 +1,6 @@
-"""Bins of tasks by difficulty, for the techniques of Group-DRO."""
+"""Bins of tasks by difficulty, for the techniques of Group-DRO (`bin_sizes`,
+`difficulty_bin_weights`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from unstale.research.techniques.success import SuccessThreshold
 from unstale.techniques.hooks import Outcome
 
 FIXED_BINS = "the checkpoint has the bin of each task"
-"""The reason for which the number of bins cannot change when a run is resumed."""
+"""Reason why a resumed run cannot change the number of bins, for error messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,8 @@ class BinOptions(SuccessThreshold):
     visits: PositiveInt = 10
     """Number of last groups of a task from which its difficulty is computed."""
     margin: Share = 0.02
-    """A task changes its bin only if its share of solved groups is farther than this beyond the
-    border of the bin.
+    """A task moves to another bin only if its share of solved groups lies outside its bin by more
+    than this.
     """
 
 
@@ -54,9 +56,8 @@ class Bins:
         return None if found is None else found.bin
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Update the bins with the groups of a batch.
-
-        Groups without a finished episode are ignored.
+        """Update the bins with the groups of a batch. Groups without a finished episode are
+        ignored.
         """
         for outcome in outcomes:
             if not outcome.rewards:

@@ -1,11 +1,11 @@
 """`difficulty_bin_weights`: larger advantages in the bins of tasks with the highest loss.
 
-Tasks are in bins by the share of their last groups that had a success. S_b is the moving average of
-the loss of bin b: S_b = (1 - beta) S_b + beta L_b after each batch with tasks of the bin, where L_b
-is 1 minus their mean reward. The advantages of a task are multiplied by min(omega, max_weight),
-omega = exp(eta clip(S_b, -limit, limit)). A task that is new has the factor 1. With `by_share`, L_b
-is divided by the bin's share of the batch. From Prompt-GDRO, where the loss is that of the
-objective.
+Tasks are in bins by the share of their last groups that had a success. L_b, the loss of bin b in a
+batch, is 1 minus the mean reward of the bin's tasks. After each batch with tasks of the bin, its
+moving average becomes S_b = (1 - beta) S_b + beta L_b. The advantages of a task are multiplied by
+min(omega, max_weight), omega = exp(eta clip(S_b, -limit, limit)). A new task has the factor 1. With
+`by_share`, L_b is divided by the bin's share of the batch. From Prompt-GDRO, where the loss is that
+of the objective.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ class DifficultyBinWeightsConfig(Section, BinOptions):
     """Larger advantages in the bins of tasks with the highest loss (Prompt-GDRO)."""
 
     eta: NonNegative = 1.0
-    """Coefficient of the average loss in the exponent of a bin's weight."""
+    """Coefficient eta of S_b, the average loss of a bin, in the bin's weight exp(eta S_b)."""
     beta: Share = 0.1
-    """Weight of a batch in the moving average of a bin's loss."""
+    """Weight of the newest batch in the moving average of a bin's loss."""
     limit: Positive = 2.0
-    """Largest absolute value of the average loss in the exponent."""
+    """Largest absolute value of S_b, the average loss of a bin, in the bin's
+    weight exp(eta S_b).
+    """
     max_weight: Positive = 4.0
-    """Largest factor of an advantage."""
+    """Largest weight of a bin, by which the advantages of its tasks are multiplied."""
     by_share: bool = False
     """Divide the loss of a bin by its share of the batch, so that rare bins get larger weights."""
     min_share: Share = 0.05

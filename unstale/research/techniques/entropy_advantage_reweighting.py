@@ -53,10 +53,11 @@ class EntropyAdvantageReweighting:
 
 
 def relative_factor(entropy: Tensor, group: Tensor, *, limit: float) -> Tensor:
-    """Return 1 + (mean - entropy) / mean for each of n sequences, `[n]`.
+    """Return the factor 1 + (mean - entropy) / mean for each of n sequences, `[n]`.
 
-    The mean is over its group. `group` `[n]` has the number of each sequence's group. The
-    difference from 1 is limited to +-`limit`, and is 0 in a group of entropy 0.
+    `entropy` `[n]` has the mean entropy of each sequence, and `group` `[n]` the number of its
+    group. The mean is that of the group. The difference from 1 is limited to +-`limit`, and is 0 in
+    a group of entropy 0.
     """
     import torch
 

@@ -4,15 +4,16 @@
 changes linearly from `n` at the start of the run to `last` at its end. Smaller groups stay whole.
 
 `variance`: the episodes with the largest variance of advantages, n times the number of groups from
-the whole batch. These are the k lowest and some of the highest advantages, for the best k. They
-keep the advantages that were computed over all episodes. An episode with several advantages counts
-with their mean. From D3S, which also chooses tokens (`top_tokens`).
-`clean_success`: successes and failures in their proportion, but at least 2 of each if the group has
-them. Of the failures the first ones, of the successes those with the lowest penalty: tool errors
+the whole batch. These always are the k episodes with the lowest advantages and the rest with the
+highest, for the best k. Kept episodes keep the advantages that were computed over all episodes. For
+an episode with several advantages, their mean counts. From D3S, which also chooses tokens
+(`top_tokens`).
+`clean_success`: successes and failures in the group's proportion, but at least 2 of each if the
+group has them. The first failures are kept, and the successes with the lowest penalty: tool errors
 per tool call, 0.5 without a call. From GRPO-RoC of rStar2-Agent (arXiv 2508.20722, section 3.2).
 `contrast`: n / 2 episodes with the highest and n / 2 with the lowest reward. From Sol-RL.
 `balanced`: some of the highest and the rest of the lowest rewards, for a mean nearest to `target`.
-From ARRoL, which does so with the predicted success of replies that have not ended.
+From ARRoL, which uses the predicted success of replies that have not ended.
 
 The last three rules act before advantages are computed, so the other episodes do not count in a
 group's baseline.
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
     from unstale.config import RunConfig
 
 LEAST_OF_EACH = 2
-"""Smallest number of successes, and of failures, that `clean_success` keeps if there are so many,
-as in rStar2-Agent.
+"""Smallest number of successes, and of failures, that `clean_success` keeps if the group has as
+many, as in rStar2-Agent.
 """
 SMALLEST_PENALTY = 0.01
-"""With `order = sample`, smaller penalties count as this one. A success is chosen with weight 1 /
-penalty, which must be finite.
+"""Smallest penalty that `order = sample` uses. Smaller ones are raised to it, because a success is
+chosen with weight 1 / penalty, which must be finite.
 """
 _READ_BY = {
     "target": ("balanced",),
@@ -61,26 +62,28 @@ class EpisodeFilterConfig(Section):
     read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     rule: Literal["variance", "clean_success", "contrast", "balanced"] = "variance"
-    """The choice of episodes."""
+    """The rule by which the episodes to train on are chosen."""
     n: Annotated[int, Range(2)] = 4
     """Number of episodes of a task that are trained on at the start of the run. It must be smaller
     than `schedule.group_size`.
     """
     last: Annotated[int, Range(0)] = 0
-    """Number of episodes of a task that are trained on at the end of the run. The number goes there
-    linearly from `n`. It must be at least 2, or 0 for `n` in the whole run.
+    """Number of episodes of a task that are trained on at the end of the run; 0 means `n`,
+    otherwise at least 2. The number changes linearly from `n` to this.
     """
     target: Share = 0.5
     """Only for `balanced`: the wanted mean of the rewards, which should be from 0 to 1."""
     order: Literal["sort", "sample"] = "sort"
-    """Only for `clean_success`: the successes with the lowest penalties, or a random choice with
-    probabilities that fall as 1 / penalty.
+    """Only for `clean_success`: keep the successes with the lowest penalties, or draw successes
+    with weights 1 / penalty.
     """
     errors: str = "tool_errors"
-    """Only for `clean_success`: name of the environment's fact with the number of tool errors."""
+    """Only for `clean_success`: name of the environment's fact (a reported number) with the number
+    of tool errors.
+    """
     calls: str = "tool_calls"
-    """Only for `clean_success`: name of the fact with the number of tool calls. If the environment
-    does not report the fact, turns count instead.
+    """Only for `clean_success`: name of the environment's fact (a reported number) with the number
+    of tool calls. If it is not reported, turns count instead.
     """
     extra: str = ""
     """Only for `clean_success`: name of a fact (a reported number) from 0 to 1 that is added to the
@@ -111,7 +114,7 @@ class EpisodeFilterConfig(Section):
 
 
 class EpisodeFilter:
-    """A filter that chooses episodes within each group, by reward or by tool errors."""
+    """A filter that chooses some episodes of each group, by reward or by tool errors."""
 
     def __init__(self, options: EpisodeFilterConfig) -> None:
         self._options = options
@@ -163,7 +166,7 @@ class EpisodeFilter:
 
 
 class EpisodeFilterByAdvantage:
-    """A filter that chooses episodes of the whole batch, by advantage."""
+    """A filter that chooses some episodes of the whole batch, by advantage."""
 
     def __init__(self, options: EpisodeFilterConfig) -> None:
         self._options = options
@@ -234,7 +237,7 @@ def contrast(rewards: Sequence[float], size: int) -> frozenset[int]:
 def balanced(rewards: Sequence[float], size: int, *, target: float) -> frozenset[int]:
     """Return the indices of `size` rewards: some of the lowest and the rest of the highest.
 
-    Their mean is the one nearest to `target`.
+    Of all such choices, their mean is nearest to `target`.
 
     >>> sorted(balanced([0.9, 0.8, 0.2, 0.1], 2, target=0.5))
     [0, 3]
@@ -253,9 +256,9 @@ def balanced(rewards: Sequence[float], size: int, *, target: float) -> frozenset
 
 
 def split(num_successes: int, num_failures: int, size: int) -> int:
-    """Return how many of the `size` episodes that `clean_success` keeps are successes.
+    """Return how many successes `clean_success` keeps among its `size` episodes of a group.
 
-    The group has more than `size` episodes.
+    The group must have more than `size` episodes.
 
     >>> split(5, 3, 4), split(15, 1, 8), split(1, 15, 8), split(8, 0, 4)
     (2, 7, 1, 4)

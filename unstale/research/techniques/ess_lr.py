@@ -21,12 +21,11 @@ class EssLrConfig(Section):
     """A lower learning rate while few sequences carry the importance weights (VCPO)."""
 
     base: Positive = 1.0
-    """The learning rate is lowered only while ESS / n, the share of effective sequences, is below
-    this.
+    """The learning rate is lowered only while ESS / n, the effective share of a step's n sequences,
+    is below this value.
     """
     law: Literal["sqrt", "linear"] = "sqrt"
-    """The learning rate is multiplied by the share of effective sequences, or by its square root.
-    """
+    """The learning rate is multiplied by ESS / n (`linear`) or by its square root."""
 
 
 class EssLr:

@@ -5,9 +5,10 @@ similar solved tasks of the run at the end of their prompt, each with its replie
 have many words in common. If a plain attempt succeeded, or no task was solved yet, these attempts
 are plain, too.
 
-For training, the examples are removed from the prompt, so that the attempt's replies become
-REWRITTEN text, unless `keep`. The baseline of an attempt is the mean reward of the plain ones
-without itself. From XRPO; `novelty` and `allocate` have its other parts.
+For training, the examples are removed from the prompt. The attempt's replies are then REWRITTEN
+text, which was sampled in another context. With `keep`, the examples stay. The baseline of an
+attempt is the mean reward of the other plain attempts. From XRPO; `novelty` and `allocate` have its
+other parts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = "Similar tasks were solved as follows."
 MAX_CHARACTERS = 2000
-"""Largest number of characters of an example's task, and of its replies. The end is taken."""
+"""Largest number of characters of an example's task, and of its replies. Of longer texts, the end
+is used.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +47,19 @@ class ExemplarsConfig(Section):
     examples: PositiveInt = 2
     """Number of solved tasks in a prompt."""
     size: PositiveInt = 256
-    """Largest number of solved tasks that are stored, the newest ones."""
+    """Largest number of solved tasks that are stored. The oldest are removed."""
     keep: bool = False
-    """Train with the examples in the prompt: the policy then learns to use them."""
+    """Keep the examples in the prompt for training. The policy then learns to use examples."""
 
 
 class Exemplars:
-    """A technique that shows solved tasks where all plain attempts failed."""
+    """A technique that shows examples of solved tasks where all plain attempts failed."""
 
     def __init__(self, options: ExemplarsConfig) -> None:
-        """Create the technique. `options.number` must not be 0: `Entry.complete` fills it in."""
+        """Create the technique. `options.number` must be above 0: `Entry.complete` replaces a 0."""
         self._options = options
         self._store: dict[str, tuple[str, str]] = {}
-        """The words and the replies of solved tasks, by identity. The newest are last."""
+        """Words and replies of solved tasks, by the task's identity. The newest are last."""
         self._prepared: dict[str, tuple[str, str]] = {}
 
     def roots(self, group_size: int) -> int:
@@ -73,7 +76,9 @@ class Exemplars:
         return [fork] * self._options.number
 
     def _note(self, attempt: Trajectory, texts: Texts) -> str:
-        """Return the examples that are most similar to an attempt's task. Empty without any."""
+        """Return the solved tasks most similar to an attempt's task, as a text. Empty if there are
+        none.
+        """
         words = texts.words(attempt)
         wanted = set(words.split())
 
@@ -109,7 +114,9 @@ class Exemplars:
         return scored
 
     def _prepare(self, group: Group, plain: Sequence[Trajectory], context: CreditContext) -> None:
-        """Prepare what `observe` stores of a solved task: the shortest success without examples."""
+        """Prepare an example for `observe` to store: the shortest success of a plain attempt, if
+        any.
+        """
         solved = [each for each in plain if each.success]
         texts = context.texts
         if not solved or texts is None:
@@ -135,7 +142,7 @@ class Exemplars:
 
 
 def _without_note(episode: Trajectory, plain: Sequence[Trajectory]) -> Trajectory:
-    """Return an episode with the prompt of a plain one, if it had examples in its own."""
+    """Return an episode with the prompt of a plain one, if its own prompt had examples."""
     if episode.fork is None:
         return episode
     prompt = plain[0].pieces[0].tokens

@@ -12,16 +12,14 @@ if TYPE_CHECKING:
     from unstale.techniques.hooks import CreditContext
 
 CONTINUED_BATCHES = 8
-"""Number of batches after a resume for which a `Seen` assumes that an earlier batch had its
-property.
-"""
+"""Number of batches after a resume in which `Seen` assumes that the property was seen before."""
 
 
 class Seen:
     """A record of whether any batch of the run has had some property.
 
-    The record is not part of a checkpoint. So a process that resumes a run assumes for
-    `CONTINUED_BATCHES` batches that an earlier batch had the property.
+    The record is not part of a checkpoint. So in a resumed run, the first `CONTINUED_BATCHES`
+    batches assume that an earlier batch had the property.
     """
 
     def __init__(self) -> None:
@@ -32,10 +30,11 @@ class Seen:
         """
 
     def update(self, now: bool, *, counts: bool, progress: float) -> bool:
-        """Return True if this batch has the property (`now`), or an earlier one had or may have it.
+        """Record a batch. Return True if it has the property (`now`), or if an earlier one had or
+        may have.
 
         `counts` is False for a batch that cannot have the property. `progress` is the share of the
-        run's steps that are done, as in `CreditContext`.
+        run's steps that are done. It is above 0 in the first batch of a resumed run.
         """
         if self._num_assumed is None:
             self._num_assumed = CONTINUED_BATCHES if progress > 0 else 0
@@ -50,9 +49,8 @@ class RequiredFact:
     """A check that the environment reports a certain fact about successful episodes."""
 
     def __init__(self, name: str, *, option: str) -> None:
-        """Begin a check for the fact (a reported number) `name`.
-
-        `option` is the option that names it.
+        """Create a check for the fact (a reported number) `name`, which the user named by
+        `option`.
         """
         self._name = name
         self._option = option

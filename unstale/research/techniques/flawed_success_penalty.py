@@ -2,8 +2,8 @@
 
 A success whose fact `fact` is at least 0.5 gets `penalty` less. The environment reports the fact;
 `unstale.rewards.judge.find_flaw` asks a language model for the fact, about successes only. While
-failures are common, the reward of a flawed success is still above the mean of its group, so it is
-learned. When most episodes are clean successes, its reward is below the mean. From FAPO (arXiv
+failures are common, a flawed success still has a reward above its group's mean, so it is
+reinforced. When most episodes are clean successes, its reward is below the mean. From FAPO (arXiv
 2510.22543), where a success has reward 1, a failure -1 and a flawed success 0. With rewards of 0
 and 1, the penalty 0.5 gives the same advantages, if they are divided by the standard deviation.
 """
@@ -21,8 +21,8 @@ from unstale.research.techniques.rewards import add_reward
 from unstale.techniques.hooks import CreditContext
 
 FLAWED = 0.5
-"""Smallest value of the fact at which a success counts as flawed. A judge may report a
-probability.
+"""Smallest value of the fact at which a success counts as flawed. A judge may report a probability
+as the fact.
 """
 
 
@@ -31,8 +31,8 @@ class FlawedSuccessPenaltyConfig(Section):
     """A lower reward for successes in which a judge has found an error (FAPO)."""
 
     penalty: Positive = 0.5
-    """Amount subtracted from the reward of a flawed success: half the difference between the
-    rewards of success and failure.
+    """Amount subtracted from the reward of a flawed success. In the paper it is half the difference
+    between the rewards of success and failure.
     """
     fact: str = "flaw"
     """Name of the environment's fact (a reported number): 1 for a success with an error, 0 for one

@@ -16,16 +16,20 @@ Array = NDArray[np.float64]
 DIMENSIONS = 512
 """Length of the vector of word features of a text."""
 TEMPERATURES = (0.01, 10.0)
-"""Smallest and largest temperature T with which forecasts are calibrated, as in DOTS."""
+"""Limits of the temperature T of the calibration sigmoid(logit(rate) / T + b) of forecasts, as in
+DOTS.
+"""
 MAX_SHIFT = 1.0
-"""Largest absolute shift b with which forecasts are calibrated, as in DOTS."""
+"""Limit of the absolute shift b of the calibration sigmoid(logit(rate) / T + b) of forecasts, as in
+DOTS.
+"""
 
 
 def embed(texts: Sequence[str], *, dimensions: int = DIMENSIONS) -> Array:
     """Return a vector of word features for each text, `[n, dimensions]`, normalised to length 1.
 
     A word has the weight log(1 + n / number of texts that have it). Its index in the vector is a
-    hash, so two words may have the same. A text without words has the vector 0.
+    hash, so two words may share an index. A text without words has the vector 0.
     """
     words = [Counter(re.findall(r"\w+|[^\w\s]", text.lower())) for text in texts]
     shared = Counter(word for each in words for word in each)
@@ -44,12 +48,14 @@ def normalised(vectors: Array) -> Array:
 
 
 def weighted_rates(weights: Array, solved: Array, sizes: Array, *, prior: float) -> Array:
-    """Return forecast success rates of n tasks, `[n]`, from h groups with known results.
+    """Return forecast success rates of n tasks, `[n]`: weighted means over h groups with known
+    results.
 
-    `weights[i, j]` is the weight for task i of each episode of group j. `solved` `[h]` is the
-    number of successes of each group, `sizes` `[h]` the number of its episodes. `prior` episodes
-    with the mean success of all groups are added. A task whose weights are all 0 gets that mean.
-    With equal sizes, weights exp(cosine / width) and without a prior, this is attention.
+    `weights[i, j]` is the weight of each episode of group j in the forecast for task i. `solved`
+    `[h]` is the number of successes of each group, and `sizes` `[h]` the number of its episodes.
+    `prior` more episodes with the mean success of all groups are added. A task whose weights are
+    all 0 gets that mean. With equal sizes, weights exp(cosine / width) and no prior, this is
+    attention.
     """
     mean = solved.sum() / sizes.sum()
     total = weights @ sizes + prior
@@ -58,11 +64,12 @@ def weighted_rates(weights: Array, solved: Array, sizes: Array, *, prior: float)
 
 
 def fit_calibration(rates: Array, solved: Array, sizes: Array) -> tuple[float, float]:
-    """Fit a calibration of rates to results (Platt scaling). Return the temperature T and shift b.
+    """Fit a calibration of forecast rates to results (Platt scaling). Return temperature T and
+    shift b.
 
-    The calibrated success rate is sigmoid(logit(rate) / T + b). `solved` of `sizes` episodes
-    succeeded. A penalty worth one episode keeps T near 1 and b near 0 while there are few results.
-    Both are limited as in DOTS.
+    The calibrated rate is sigmoid(logit(rate) / T + b). For each rate, `solved` of `sizes` episodes
+    succeeded. A penalty as strong as one episode keeps T near 1 and b near 0 while there are few
+    results. Both are limited as in DOTS.
     """
     x = logit(rates)
     slope, shift = 1.0, 0.0

@@ -2,10 +2,10 @@
 
 In the first `steps` steps, each task of the pool is equally likely. Later, the next task is one of
 the hardest, with groups of `size` episodes. The hardest tasks are those with the lowest success
-rate, at first a share `hard` of all that were seen. After a pass, which has as many groups as there
-are hard tasks, the share `keep` of them is left. With `first_reply`, the replies of the first stage
-have a smaller limit of tokens. From the abstract of DRIVE, which claims that the policy then
-repeats itself less and stays diverse. This is not shown here.
+rate: at first a share `hard` of all tasks seen so far. After each pass (as many groups as there are
+hard tasks) only the share `keep` of the hard tasks remains. With `first_reply`, the replies of the
+first stage have a smaller limit of tokens. From the abstract of DRIVE, which claims that the policy
+then repeats itself less and stays diverse. That has not been measured here.
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ class HardTaskStagesConfig(Section, RateOptions, SuccessShare):
     """All tasks first, then larger groups on fewer and fewer hard tasks (DRIVE)."""
 
     steps: Count = 0
-    """Number of steps of the first stage; 0 is half of the run. Its groups have
-    `schedule.group_size` episodes.
+    """Number of steps of the first stage, whose groups have `schedule.group_size` episodes; 0 is
+    half of the run.
     """
     first_reply: Count = 0
     """Largest number of tokens of a reply in the first stage; 0 is `engine.max_completion_tokens`,
-    which the second stage has.
+    the limit of the second stage.
     """
     size: PositiveInt = 64
     """Number of episodes of the groups of the second stage."""
     hard: Annotated[float, Range(above=0, high=1)] = 0.25
     """Share of the tasks seen so far, the hardest ones, with which the second stage begins."""
     keep: Annotated[float, Range(above=0, high=1)] = 0.5
-    """Share of the hard tasks that is left after each pass."""
+    """Share of the hard tasks that remains after each pass, which has as many groups as hard
+    tasks.
+    """
     least: PositiveInt = 8
-    """Smallest number of hard tasks."""
+    """Smallest number of hard tasks. They do not become fewer."""
     decay: Annotated[float, Range(above=0, high=1)] = 1.0
-    """Share of the counts of successes and failures that is left after each batch."""
+    """Share of a task's counts of successes and failures that is kept after each batch."""
 
 
 class HardTaskStages:
     """A technique that draws tasks in two stages: first all tasks, then the hardest."""
 
     def __init__(self, options: HardTaskStagesConfig) -> None:
-        """Create the technique. `options.steps` must not be 0."""
+        """Create the technique. `options.steps` must be above 0: `Entry.complete` replaces a 0."""
         self._options = options
         self._tracker = SuccessTracker(
             "hard_task_stages",
@@ -77,7 +79,7 @@ class HardTaskStages:
         return Draw(task, options.size)
 
     def hard_tasks(self, drawn: int) -> frozenset[str]:
-        """Return the tasks of the second stage, after `drawn` of its groups were drawn."""
+        """Return the tasks that the second stage draws from after `drawn` groups of that stage."""
         options = self._options
         seen = sorted(self._tracker.tasks(), key=lambda task: (self._tracker.mean(task), task))
         size = max(options.least, ceil(options.hard * len(seen) - ROUNDING))

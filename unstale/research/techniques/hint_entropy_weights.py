@@ -3,7 +3,7 @@ unsure of.
 
 The advantage of a token of a hint is multiplied by exp(-|H - m|). H is the entropy of the policy at
 the token, in nats, and m the mean entropy at the tokens that the policy sampled after the hint. A
-hint whose tokens are as open as its continuation keeps its weight. From ADHint.
+token with the entropy m keeps its weight. From ADHint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintEntropyWeightsConfig(Section):
-    """Less weight for hint tokens whose entropy is not that of the continuation (ADHint)."""
+    """Less weight for hint tokens whose entropy differs from that of the continuation (ADHint)."""
 
 
 class HintEntropyWeights:
-    """A technique that weighs the tokens of hints by their entropy."""
+    """A technique that weights the tokens of hints by the policy's entropy at them."""
 
     def __init__(self, options: HintEntropyWeightsConfig) -> None: ...
 

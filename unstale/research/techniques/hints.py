@@ -5,12 +5,13 @@ the task. Then `number` episodes follow whose first reply begins with the share 
 
 w = `shortest` + (`longest` - `shortest`) D, times a random number from 1 - `noise` to 1.
 
-A hint is FORCED text. It is trained on where its episode has an advantage above 0, and has no loss
-elsewhere. The baseline of an episode is the mean reward of the group (`joint`), or of the episodes
-with hints, and of those without (`apart`). With `gap`, positive advantages of episodes without a
-hint and negative ones of those with a hint are multiplied by 1 + D - D', where 1 - D' is the mean
-reward with hints: what helps the more makes a success without it count more, and a failure with it,
-too. From ADHint; `hint_entropy_weights` has its weights by entropy.
+A hint is FORCED text, which no policy sampled. It is trained on where its episode has an advantage
+above 0, and has no loss elsewhere. The baseline of an episode is the mean reward of the group
+(`joint`), or of either its episodes with a hint or those without, whichever it belongs to
+(`apart`). With `gap`, positive advantages of episodes without a hint and negative ones of those
+with a hint are multiplied by 1 + D - D', where 1 - D' is the mean reward with hints. So the more
+hints help, the more a success without one and a failure with one count. From ADHint;
+`hint_entropy_weights` has its weights by entropy.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ REFUSED = {
     "estimator": "which computes the advantages, too",
     "recredit": "which compares turns, and hints begin some of them",
 }
-"""Slots whose techniques cannot be used with hints, and the reason."""
+"""Reasons why techniques of some slots (kinds of techniques) cannot be used with hints, by slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,17 @@ class HintsConfig(Section):
     longest: Share = 0.9
     """Share of the solution in a hint for a task that is never solved."""
     noise: Share = 0.0
-    """Share of a hint that may be missing at random. With 1, hints have every length up to w."""
+    """Largest share of a hint that is cut off at random. With 1, a hint can have every length up to
+    its share w of the solution.
+    """
     baseline: Literal["joint", "apart"] = "joint"
-    """The episodes whose mean reward is subtracted: all, or those with and those without a hint."""
+    """The episodes of a group whose mean reward is subtracted: all (`joint`), or either those with
+    a hint or those without, whichever the episode belongs to (`apart`).
+    """
     gap: bool = False
-    """Weigh successes without and failures with a hint by what hints change in the mean reward."""
+    """Multiply the advantages of successes without a hint and of failures with one by 1 + the gain
+    in mean reward by hints.
+    """
 
     def check_combination(self) -> None:
         if self.shortest > self.longest:
@@ -80,7 +87,7 @@ class Hints:
     """A technique that begins some replies of a group with a part of a solution."""
 
     def __init__(self, options: HintsConfig) -> None:
-        """Create the technique. `options.number` must not be 0: `Entry.complete` fills it in."""
+        """Create the technique. `options.number` must be above 0: `Entry.complete` replaces a 0."""
         self._options = options
         self.solution_field = options.solution
 
@@ -105,7 +112,9 @@ class Hints:
         return forks
 
     def _share(self, plain: Sequence[Trajectory], random: Random) -> float:
-        """Return the share of the solution in a hint, from the episodes without one."""
+        """Return the share of the solution for the next hint, from the results of episodes without
+        one.
+        """
         options = self._options
         solved = fmean(min(1.0, max(0.0, each.reward)) for each in plain)
         share = options.shortest + (options.longest - options.shortest) * (1 - solved)
@@ -127,7 +136,9 @@ class Hints:
         return scored
 
     def _factor(self, episode: Trajectory, advantage: float, group: Group) -> float:
-        """Return the factor of an advantage. 1 without `gap`, or if all or none have a hint."""
+        """Return the factor of an advantage: 1 without `gap`, or if all episodes or none have a
+        hint.
+        """
         rewards: dict[bool, list[float]] = {True: [], False: []}
         for each in group.finished:
             rewards[bool(_hinted_share(each))].append(min(1.0, max(0.0, each.reward)))
@@ -139,7 +150,7 @@ class Hints:
     def _compared(
         self, episode: Trajectory, siblings: Sequence[Trajectory]
     ) -> Sequence[Trajectory]:
-        """Return the episodes with whose mean reward an episode is compared."""
+        """Return the episodes of the group whose mean reward is the baseline of `episode`."""
         if self._options.baseline == "joint":
             return siblings
         hinted = bool(_hinted_share(episode))
@@ -147,13 +158,17 @@ class Hints:
 
 
 def credited(episode: Trajectory, advantage: float) -> list[ScoredTrajectory]:
-    """Return an episode and its further conversations, with its advantage."""
+    """Return an episode and its further conversations, each scored with its advantage."""
     whole = ScoredTrajectory(episode, of_tokens(episode, advantage))
     return [whole, *(ScoredTrajectory(branch, (advantage,)) for branch in episode.branches)]
 
 
 def of_tokens(episode: Trajectory, advantage: float) -> tuple[float, ...]:
-    """Return the advantage of each token: that of the episode, for placed text only if above 0."""
+    """Return the advantage of each token of an episode: `advantage`, but 0 for placed text if below
+    0.
+
+    Placed text is text in a reply that the policy did not sample there, such as a hint.
+    """
     values = [advantage] * len(episode)
     for start, piece, _ in walk(episode.pieces):
         if isinstance(piece, Placed) and advantage < 0:
@@ -162,7 +177,7 @@ def of_tokens(episode: Trajectory, advantage: float) -> tuple[float, ...]:
 
 
 def check_number(technique: str, number: int, config: RunConfig) -> None:
-    """Raise `ConfigError` if a technique leaves no episode with which a group begins."""
+    """Raise `ConfigError` if `number`, the later episodes of a group, leaves none to begin with."""
     size = config.schedule.group_size
     if number >= size:
         raise ConfigError(
@@ -172,12 +187,12 @@ def check_number(technique: str, number: int, config: RunConfig) -> None:
 
 
 def complete_number(options: Any, config: RunConfig) -> Any:
-    """Return options whose `number` is half of `schedule.group_size` if it was 0."""
+    """Return the options. If their `number` is 0, it becomes half of `schedule.group_size`."""
     return replace(options, number=options.number or config.schedule.group_size // 2)
 
 
 def _hinted_share(episode: Trajectory) -> float:
-    """Return the share of an episode's reply tokens that are a hint."""
+    """Return the share of an episode's reply tokens that belong to a hint."""
     counts = {True: 0, False: 0}
     for piece in filter(is_reply, episode.pieces):
         counts[isinstance(piece, Placed)] += len(piece.tokens)

@@ -33,15 +33,17 @@ class LeastVarianceBaselineConfig(Section):
     scope: Literal["group", "batch"] = "group"
     """The sequences that have one baseline: those of a task, or all of a batch."""
     norm: GradientPart = "full"
-    """The gradient whose norm is g: that of all trained weights, or that of the output head alone,
-    which costs no backward pass through the layers.
+    """The gradient whose norm g is used: by all trained weights, or only by the output head, which
+    costs no backward pass through the layers.
     """
     max_weight: NonNegative = 0.0
-    """Upper limit of the ratio w of a sequence; 0 sets no limit, as in the paper."""
+    """Upper limit of a sequence's ratio w = pi / mu; 0 sets no limit, as in the paper."""
 
 
 class LeastVarianceBaseline:
-    """A technique that subtracts a baseline from each sequence's advantages."""
+    """A technique that subtracts one baseline per group or batch from the
+    advantages of sequences.
+    """
 
     def __init__(self, options: LeastVarianceBaselineConfig) -> None:
         self._options = options
@@ -78,10 +80,10 @@ class LeastVarianceBaseline:
 
 
 def baseline(values: Tensor, log_weight: Tensor, scope: Tensor) -> Tensor:
-    """Return for each value the weighted mean of the values in its scope, `[n]`.
+    """Return for each value the weighted mean of the values with the same scope, `[n]`.
 
-    The weights are exp(`log_weight`). `scope` has the number of each value's scope, such as its
-    group. In a scope whose weights are all 0, the values have equal weights.
+    The weights are exp(`log_weight`). `scope` has for each value a number, such as that of its
+    group. If all weights of a scope are 0, its values have equal weights.
     """
     size = int(scope.max()) + 1
     peak = log_weight.new_full((size,), -float("inf")).scatter_reduce(0, scope, log_weight, "amax")
@@ -92,7 +94,7 @@ def baseline(values: Tensor, log_weight: Tensor, scope: Tensor) -> Tensor:
 
 
 def _differing(values: Tensor, scope: Tensor) -> Tensor:
-    """Return a mask `[n]`: True for a value whose scope has several different values."""
+    """Return a mask `[n]`: True for values whose scope has several different values."""
     size = int(scope.max()) + 1
     high = values.new_full((size,), -float("inf")).scatter_reduce(0, scope, values, "amax")
     low = values.new_full((size,), float("inf")).scatter_reduce(0, scope, values, "amin")

@@ -1,14 +1,14 @@
 """Rules of the technique `tree` that fork and prune episodes while they run.
 
-Each rule reads the tokens of an episode up to a place of decision, with their signals, and those of
-the other episodes of its group.
+A decision is made whenever an episode has sampled `every` more tokens. A rule reads the tokens so
+far, and their signals (entropies and probabilities), of all episodes of the group.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean
@@ -22,25 +22,31 @@ from unstale.rollout.rounds import reply_spans
 from unstale.techniques.hooks import Decisions, Leaf, LookPlan
 
 if TYPE_CHECKING:
-    from unstale.records import Group
+    from unstale.records import Group, Trajectory
     from unstale.research.techniques.tree import TreeConfig
     from unstale.techniques.hooks import CreditContext, Outcome
 
 LOOKS = 2
-"""Number of successive places at which an episode is below the quantile before it is pruned."""
+"""An episode is pruned if its confidence is below the group's quantile in this many successive runs
+of `every` tokens.
+"""
 QUANTILE = 0.25
 GAMMA, PENALTY, ENOUGH = 0.2, 0.05, 0.5
-"""AEPO's weight of an entropy difference, its penalty of each successive fork, and its bound."""
+"""AEPO's constants: the weight of an entropy difference, the penalty of each successive fork, and
+the bound above which it forks.
+"""
 CONTROL = 1 / 8
-"""Share of the decisions of `mixed` at which nothing is pruned, for comparison."""
+"""Share of the decisions of `tree.prune` = mixed at which nothing is pruned, as a control."""
 WINDOW = 512
-"""Number of graded episodes to which a forecast is fitted."""
+"""Number of last graded episodes to which the forecast of success is fitted."""
 NEWTON_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sampled token of an episode and its signals."""
+    """A sampled token of an episode: its position, log-probability, entropy and most likely
+    tokens.
+    """
 
     at: int
     token: int
@@ -48,11 +54,13 @@ class Row:
     entropy: float
     likeliest: tuple[int, int]
     p: tuple[float, float]
-    """The probabilities of the two likeliest tokens."""
+    """Probabilities of the two most likely tokens, in the order of `likeliest`."""
 
 
 def rows_of(leaf: Leaf) -> list[Row]:
-    """Return the sampled tokens of an episode that have signals, with those before its forks."""
+    """Return the sampled tokens of an episode that have signals, including those
+    before its forks.
+    """
     rows: list[Row] = []
     start = 0
     for piece in leaf.pieces:
@@ -72,24 +80,30 @@ def rows_of(leaf: Leaf) -> list[Row]:
 
 
 def confidence(rows: Sequence[Row]) -> float:
-    """Return the mean probability of the likeliest token at each place, 1 for none."""
+    """Return the mean probability of the most likely token over `rows`; 1 without rows."""
     return fmean(row.p[0] for row in rows) if rows else 1.0
 
 
 def chunk_of(leaf: Leaf, every: int) -> list[Row]:
-    """Return the tokens between an episode's place and the place before it in the same reply."""
+    """Return the tokens that an episode sampled since the last decision in the same reply.
+
+    A decision is made after every `every` tokens of a reply.
+    """
     start, end = reply_spans(leaf.pieces)[-1]
     since = start + (end - start - 1) // every * every
     return [row for row in rows_of(leaf) if row.at >= since]
 
 
 def echo_width(most: int, entropy: float, sure: float) -> int:
-    """Return ECHO's number of branches: 1 to `most`, by an entropy of 0 to 1 and a confidence."""
+    """Return ECHO's number of branches, from 1 to `most`.
+
+    It rises with `entropy`, from 0 to 1, and falls with the confidence `sure`.
+    """
     return min(most, max(1, math.floor(most * entropy * (1 - sure) + 0.5)))
 
 
 def aepo_roots(size: int, difference: float) -> int:
-    """Return AEPO's number of episodes with an own beginning, of `size` episodes.
+    """Return AEPO's number of episodes of `size` that start from the prompt instead of a fork.
 
     `difference` is the entropy of the first reply minus that of replies to tools, in nats.
     """
@@ -99,16 +113,16 @@ def aepo_roots(size: int, difference: float) -> int:
 def aepo_forks(draw: float, difference: float, successive: int) -> bool:
     """Return True if AEPO forks at a reply to a tool.
 
-    `draw` is uniform in 0 to 1, `difference` the entropy of the reply minus that of the first one,
-    and `successive` the number of replies before it at which the episode was forked, too.
+    `draw` is uniform in [0, 1]. `difference` is the entropy of this reply minus that of the first
+    one, in nats. `successive` is the number of replies directly before it that were forked as well.
     """
     return (draw + GAMMA * difference) * (1 - PENALTY * successive) >= ENOUGH
 
 
 def most_mixed(chances: Sequence[float], keep: int) -> list[int]:
-    """Return the indices of `keep` episodes whose mean chance of success is nearest 1/2.
+    """Return the indices of `keep` episodes whose mean chance of success is nearest to 1/2.
 
-    The most certain successes and failures are taken.
+    They are some with the highest chances and some with the lowest.
 
     >>> most_mixed([0.9, 0.8, 0.2, 0.1], 2)
     [0, 3]
@@ -119,7 +133,7 @@ def most_mixed(chances: Sequence[float], keep: int) -> list[int]:
 
 
 def edit_distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """Return the edit distance of two texts of tokens as a share of the longer one.
+    """Return the edit distance of two token sequences, as a share of the length of the longer one.
 
     >>> edit_distance((1, 2, 3, 4), (1, 3, 4, 5))
     0.5
@@ -136,7 +150,7 @@ class LiveTree:
     """A strategy that forks and prunes the episodes of a group while they run."""
 
     def __init__(self, options: TreeConfig) -> None:
-        """Create the strategy. `options.roots` must not be 0: `Entry.complete` fills it in."""
+        """Create the strategy. `options.roots` must be above 0: `Entry.complete` replaces a 0."""
         self._options = options
         self.look_plan = LookPlan(options.every, 0 if options.branch == "tool" else options.every)
 
@@ -164,7 +178,7 @@ class LiveTree:
         return Decisions(survival, forks[: left - fresh], fresh)
 
     def _at_entropy(self, leaf: Leaf) -> Iterator[Fork]:
-        """Yield forks before the first token whose entropy is above the threshold."""
+        """Yield forks before the first new token whose entropy is above the threshold."""
         for row in chunk_of(leaf, self._options.every):
             if row.entropy > self._options.threshold and row.at > _first(leaf):
                 yield from [Fork(leaf.episode, row.at)] * self._options.continuations
@@ -173,9 +187,10 @@ class LiveTree:
     def _at_confidence(
         self, leaf: Leaf, leaves: Sequence[Leaf], left: int, forks: Sequence[Fork]
     ) -> list[Fork]:
-        """Return as many forks as ECHO, unless the episode's tree has half of the group.
+        """Return ECHO's forks of an episode; fewer or none if its tree would exceed half of the
+        group.
 
-        `forks` are those of other episodes in this round.
+        `forks` are those already chosen in this round for other episodes.
         """
         if not leaf.going:
             return []
@@ -191,7 +206,10 @@ class LiveTree:
         return [Fork(leaf.episode, place)] * max(0, number)
 
     def _at_second(self, leaf: Leaf) -> Iterator[Fork]:
-        """Yield the fork that begins with the other one of two likely tokens (LATR)."""
+        """Yield a fork at the first new token with two likely candidates (LATR).
+
+        The fork begins with the candidate that was not sampled.
+        """
         options = self._options
         for row in chunk_of(leaf, options.every):
             (a, b), (p, q) = row.likeliest, row.p
@@ -201,7 +219,7 @@ class LiveTree:
                 return
 
     def _at_tool(self, leaf: Leaf, leaves: Sequence[Leaf], random: Random) -> Iterator[Fork]:
-        """Yield the fork of a reply to a tool, by AEPO's rule."""
+        """Yield the forks of an episode's last reply to a tool, if AEPO's rule forks there."""
         found = _entropies(leaf, self._options.every)
         if len(found) < 2 or not leaf.going:
             return
@@ -214,10 +232,10 @@ class LiveTree:
             yield from [Fork(leaf.episode, places[-1])] * self._options.continuations
 
     def _fresh(self, leaves: Sequence[Leaf], left: int, begun: int) -> int:
-        """Return AEPO's number of further episodes with an own beginning.
+        """Return AEPO's number of new episodes that start from the prompt.
 
-        The first episode decides it at its first reply to a tool. When all have ended, the rest of
-        the group begins.
+        It is decided at the first reply to a tool of the group's first episode. When all episodes
+        have ended, the rest of the group starts.
         """
         if all(leaf.ended for leaf in leaves):
             return left
@@ -230,7 +248,9 @@ class LiveTree:
     def _survival(
         self, leaves: Sequence[Leaf], waiting: Sequence[Leaf], random: Random
     ) -> dict[int, float]:
-        """Return the probability to survive of each episode that the rule would prune."""
+        """Return the probability of survival of each episode that the rule would
+        prune, by index.
+        """
         going = [leaf for leaf in waiting if leaf.going]
         if self._options.prune == "confidence":
             pruned = self._unsure(going)
@@ -243,7 +263,11 @@ class LiveTree:
         return {leaf.index: self._options.spare for leaf in pruned}
 
     def _unsure(self, going: Sequence[Leaf]) -> list[Leaf]:
-        """Return the episodes with a confidence below the group's quantile at each last place."""
+        """Return the episodes with a confidence below the group's quantile in each of the last
+        chunks.
+
+        A chunk has `every` tokens.
+        """
         every = self._options.every
         read = {leaf.index: rows_of(leaf) for leaf in going}
         rows = {index: each for index, each in read.items() if len(each) >= LOOKS * every}
@@ -258,7 +282,9 @@ class LiveTree:
         return [leaf for leaf in going if leaf.index in low]
 
     def _is_similar(self, leaf: Leaf, leaves: Sequence[Leaf]) -> bool:
-        """Return True if a fork goes on like its parent, at its first place (LATR)."""
+        """Return True if a fork's first tokens are nearly those of its parent after the fork
+        (LATR).
+        """
         if leaf.fork is None:
             return False
         every, at = self._options.every, leaf.fork.at
@@ -270,7 +296,9 @@ class LiveTree:
         return edit_distance(tokens, beside) < self._options.distance
 
     def _unmixed(self, going: Sequence[Leaf], leaves: Sequence[Leaf], random: Random) -> list[Leaf]:
-        """Return the episodes beyond the share to keep, which is the most mixed one (ARRoL)."""
+        """Return the episodes to prune: all but the share `keep` with the most mixed forecasts
+        (ARRoL).
+        """
         keep = max(2, round(self._options.keep * len(leaves)))
         if len(going) <= keep or random.random() < CONTROL:
             return []
@@ -278,7 +306,9 @@ class LiveTree:
         return [leaf for i, leaf in enumerate(going) if i not in kept]
 
     def chance(self, leaf: Leaf) -> float:
-        """Return a forecast of the episode's success: its confidence."""
+        """Return a forecast of the episode's success: the mean probability of its likeliest
+        tokens.
+        """
         return confidence(rows_of(leaf))
 
 
@@ -286,8 +316,8 @@ class ForecastTree(LiveTree):
     """A strategy that forecasts the success of each episode from its first tokens (ARRoL).
 
     The forecast is a logistic regression on the mean entropy and the mean log-probability of an
-    episode's first `every` sampled tokens, fitted to the last `WINDOW` graded episodes. Those that
-    survived a draw count by their weight, as they stand for the pruned ones.
+    episode's first `every` sampled tokens. It is fitted to the last `WINDOW` graded episodes. An
+    episode that survived a random draw has a larger weight, because it stands for the pruned ones.
     """
 
     def __init__(self, options: TreeConfig) -> None:
@@ -307,16 +337,27 @@ class ForecastTree(LiveTree):
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
     ) -> dict[str, float]:
         """Keep the graded episodes for `observe`. Return the mean squared error of forecasts."""
-        seen = []
-        for each in (each for group in groups for each in group.finished if not each.fork):
-            rows = rows_of(Leaf(0, each.episode, each.pieces))
-            if each.stop != "pruned" and rows:
-                weight = each.facts.get(SURVIVAL, 1.0)
-                seen.append([*self._features(rows), float(each.success), weight])
+        seen = self._examples(each for group in groups for each in group.finished)
         if context.whole:
             self._seen = seen
         errors = [(float(sigmoid(self._slopes @ row[:3])) - row[3]) ** 2 for row in seen]
         return {"tree/forecast_error": fmean(errors)} if errors else {}
+
+    def _examples(self, episodes: Iterable[Trajectory]) -> list[list[float]]:
+        """Return features, success and weight of the graded episodes with an own beginning."""
+        found = []
+        for each in episodes:
+            rows = rows_of(Leaf(0, each.episode, each.pieces))
+            if not each.fork and each.stop != "pruned" and rows:
+                weight = each.facts.get(SURVIVAL, 1.0)
+                found.append([*self._features(rows), float(each.success), weight])
+        return found
+
+    def learn(self, episodes: Iterable[Trajectory]) -> int:
+        """Fit the forecast to recorded episodes. Return the number of those that it can read."""
+        self._window.extend(self._examples(episodes))
+        self._fit()
+        return len(self._window)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         self._window.extend(self._seen)
@@ -324,7 +365,7 @@ class ForecastTree(LiveTree):
         self._fit()
 
     def _fit(self) -> None:
-        """Fit the regression by Newton's method, with a weak pull towards 0."""
+        """Fit the regression by Newton's method, with a small penalty of squared weights."""
         if not self._window:
             return
         table = np.array(self._window)
@@ -346,7 +387,6 @@ class ForecastTree(LiveTree):
 
 
 def _first(leaf: Leaf) -> int:
-    """Return the place of the episode's first reply."""
     return reply_spans(leaf.pieces)[0][0]
 
 
@@ -355,7 +395,7 @@ def _tokens(leaf: Leaf) -> list[int]:
 
 
 def _root(leaf: Leaf, leaves: Sequence[Leaf]) -> int:
-    """Return the episode with which the tree of an episode begins."""
+    """Return the number of the episode from which an episode's chain of forks starts."""
     by_episode = {each.episode: each for each in leaves}
     while leaf.fork and leaf.fork.parent in by_episode:
         leaf = by_episode[leaf.fork.parent]
@@ -363,7 +403,9 @@ def _root(leaf: Leaf, leaves: Sequence[Leaf]) -> int:
 
 
 def _is_on(fork: Fork, leaf: Leaf, leaves: Sequence[Leaf]) -> bool:
-    """Return True if a fork is on the path of an episode: one of its own, or the way to it."""
+    """Return True if a fork starts from an episode, or from the part that it
+    shares with a parent.
+    """
     by_episode = {each.episode: each for each in leaves}
     end = sum(len(piece.tokens) for piece in leaf.pieces)
     while True:
@@ -375,8 +417,10 @@ def _is_on(fork: Fork, leaf: Leaf, leaves: Sequence[Leaf]) -> bool:
 
 
 def _entropies(leaf: Leaf, count: int) -> list[tuple[int, float]]:
-    """Return for each reply of at least `count` tokens the place after them, and their mean entropy
-    in nats.
+    """Return the position after the first `count` tokens of each reply, and their mean entropy in
+    nats.
+
+    Replies with fewer tokens are skipped.
     """
     rows = {row.at: row.entropy for row in rows_of(leaf)}
     found = []

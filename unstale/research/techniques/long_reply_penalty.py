@@ -1,9 +1,9 @@
 """`long_reply_penalty`: a lower reward for replies near the limit of their length.
 
-The longest reply of an episode has n tokens. Up to `start` tokens nothing changes. Beyond, the
-reward falls by `penalty` (n - start) / (limit - start), where the limit is
-`engine.max_completion_tokens`. So a reply that the limit cuts off costs the whole penalty. From
-DAPO (arXiv 2503.14476, equation 13), which counts all tokens of a reply of one turn.
+The longest reply of an episode has n tokens. Up to `start` tokens nothing changes. Above `start`,
+the reward is lower by `penalty` (n - start) / (limit - start), where the limit by default is
+`engine.max_completion_tokens`. So a reply that is cut off at the limit costs the whole penalty.
+From DAPO (arXiv 2503.14476, equation 13), where an episode has one reply.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LongReplyPenaltyConfig(Section):
     penalty: Positive = 1.0
     """Amount by which the reward is lower if the longest reply has the largest allowed length."""
     start: Count = 0
-    """Number of tokens of a reply from which the reward falls; 0 is 80% of
+    """Number of tokens of a reply above which the reward falls; 0 is 80% of
     `engine.max_completion_tokens`.
     """
     limit: Count = 0
@@ -59,9 +59,9 @@ class LongReplyPenalty:
 
 
 def longest_reply(item: Trajectory) -> int:
-    """Return the tokens of an episode's longest reply, further conversations included.
+    """Return the number of tokens of an episode's longest reply, in all of its conversations.
 
-    The replies before a fork count, too: the rewards of the episodes forked there are compared.
+    Replies before a fork count, too, so that the fork and its parent are penalised alike for them.
     """
     lengths = [
         sum(len(piece.tokens) for piece in run)

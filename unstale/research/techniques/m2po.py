@@ -1,10 +1,11 @@
 """`m2po`: a mask of the tokens with the largest log-ratios, instead of a clip.
 
-Tokens with the largest (log r)^2 get no gradient, as many as needed for the mean of (log r)^2 over
-the other tokens to be at most `limit`. r is pi / mu: the current policy over the engine's. The mean
-is over the sampled tokens of a batch that move away from mu, that is r > 1 with a positive
-advantage and r < 1 with a negative one. The mask is made once per batch. From M2PO (arXiv
-2510.01161), whose code limits r to the largest remaining value; AReaL drops the tokens, as here.
+Tokens with the largest (log r)^2 are masked, so they get no gradient: as many as needed for the
+mean of (log r)^2 over the other tokens to be at most `limit`. r is pi / mu: the current policy over
+the engine's. Only sampled tokens of a batch that move away from mu are counted: those with r > 1
+and a positive advantage, or r < 1 and a negative one. The mask is made once per batch. From M2PO
+(arXiv 2510.01161), whose code limits r to the largest remaining value; AReaL drops the tokens, as
+here.
 """
 
 from __future__ import annotations
@@ -28,42 +29,44 @@ class M2poConfig(Section):
     """A mask of the tokens with the largest log-ratios, instead of a clip (M2PO)."""
 
     limit: Positive = 0.04
-    """Largest mean of (log r)^2 over the tokens that are not masked."""
+    """Largest mean of (log r)^2 over the tokens that are not masked, where r is the ratio `of`."""
     of: Literal["whole", "staleness", "discrepancy"] = "whole"
-    """The ratio r: pi / mu, the staleness ratio pi / pi_old, or the discrepancy pi_old / mu (as in
-    AReaL).
+    """The ratio r: pi / mu, the staleness ratio pi / pi_old, or the discrepancy pi_old / mu. AReaL
+    uses the last one.
     """
     over: Literal["away", "all"] = "away"
-    """The tokens that are counted and may be masked: those that move away from the old policy, as
-    in the paper's code, or all (as in AReaL).
+    """The tokens that count and may be masked: only those that move away from the old policy, as in
+    the paper's code, or all, as in AReaL.
     """
 
 
 class M2po:
-    """A technique that masks the tokens with the largest log-ratios."""
+    """A technique that masks the tokens with the largest absolute log-ratios of two policies."""
 
     def __init__(self, options: M2poConfig) -> None:
         self._options = options
 
     def shape(self, batch: Batch, signals: Signals) -> Shaped:
-        behavior = batch.behavior_logp.double()
-        log_ratio = {
-            "whole": lambda: signals.logp.double() - behavior,
-            "staleness": lambda: signals.logp.double() - signals.old_logp.double(),
-            "discrepancy": lambda: signals.old_logp.double() - behavior,
-        }[self._options.of]()
+        log_r = log_ratio(self._options.of, batch, signals)
         counted = batch.sampled
         if self._options.over == "away":
-            counted = counted & (log_ratio * batch.advantage > 0)
+            counted = counted & (log_r * batch.advantage > 0)
         keep = batch.trained.clone()
-        keep[counted] = under_limit(log_ratio[counted].square(), self._options.limit)
+        keep[counted] = under_limit(log_r[counted].square(), self._options.limit)
         return Shaped(batch.advantage, keep)
 
 
-def under_limit(squares: Tensor, limit: float) -> Tensor:
-    """Return a mask `[n]` that is False for the largest values.
+def log_ratio(of: str, batch: Batch, signals: Signals) -> Tensor:
+    """Return the logarithm `[T]` of the ratio that a value of `M2poConfig.of` names, in float64."""
+    above = signals.old_logp if of == "discrepancy" else signals.logp
+    below = signals.old_logp if of == "staleness" else batch.behavior_logp
+    return above.double() - below.double()
 
-    As few values are False as needed for the mean of the others to be at most `limit`.
+
+def under_limit(squares: Tensor, limit: float) -> Tensor:
+    """Return a mask `[n]` that is False for as few of the largest values as possible.
+
+    The mean of the others must be at most `limit`.
     """
     import torch
 
@@ -72,18 +75,22 @@ def under_limit(squares: Tensor, limit: float) -> Tensor:
     return torch.zeros_like(squares, dtype=torch.bool).index_put((order,), mean <= limit)
 
 
-def _check(options: M2poConfig, config: RunConfig) -> None:
-    if options.of != "whole" and config.old_logps.needs.inline:
+def check_ratio(technique: str, of: str, config: RunConfig) -> None:
+    """Raise `ConfigError` if the run cannot compute a ratio, or if it is always 1.
+
+    `of` is the value of the technique's option of this name.
+    """
+    if of != "whole" and config.old_logps.needs.inline:
         raise ConfigError(
-            f"m2po.of = {options.of} needs a route that computes old_logp once per batch, got "
-            f"old_logps.route = {config.old_logps.route}. Set m2po.of whole"
+            f"{technique}.of = {of} needs a route that computes old_logp once per batch, got "
+            f"old_logps.route = {config.old_logps.route}. Set {technique}.of whole"
         )
     now = config.old_logps.weight_of_now(config)
-    if (options.of == "discrepancy" and now == 0) or (options.of == "staleness" and now == 1):
+    if (of == "discrepancy" and now == 0) or (of == "staleness" and now == 1):
         raise ConfigError(
-            f"m2po.of = {options.of} masks nothing with old_logps.route = "
+            f"{technique}.of = {of} masks nothing with old_logps.route = "
             f"{config.old_logps.route}, because this ratio is always 1 when the mask is made. Set "
-            "m2po.of whole"
+            f"{technique}.of whole"
         )
 
 
@@ -119,7 +126,7 @@ ENTRY = Entry(
     options=M2poConfig,
     changes=frozenset({"objective"}),
     describe=_describe,
-    check=_check,
+    check=lambda options, config: check_ratio("m2po", options.of, config),
     use="Tokens are many versions old, and a clip stops too many of them. Use it with "
     "`objective.loss_type none`, because it takes the place of the clip.",
     measured=_MEASURED,

@@ -2,10 +2,9 @@
 
 The reward of an episode is 1 if its answer is the most frequent one of its group, else 0. Groups
 whose most frequent answer has less than the share `least` of the votes get 0 for all episodes, so
-they are not trained on. Forked episodes share the vote of their tree: each branch of a fork counts
-the same. The rewards of the environment are not used, and techniques that would use them are
-refused. From TTRL (arXiv 2504.16084), where `least`
-is 0, and ETTRL (arXiv 2508.11356).
+they are not trained on. Forked episodes share one vote: at each fork, the vote is divided equally
+among the branches. The rewards of the environment are not used, and techniques that would use them
+are refused. From TTRL (arXiv 2504.16084), where `least` is 0, and ETTRL (arXiv 2508.11356).
 
 With `selection.test_time` the tasks are the held-out tasks themselves: test-time training.
 """
@@ -70,10 +69,10 @@ class Majority:
 def _elect(
     answers: Mapping[int, str], weights: Mapping[int, float], random: Random
 ) -> tuple[str, float]:
-    """Return the answer with the most votes, and its share of all votes. Ties go at random.
+    """Return the answer with the most votes, and its share of the votes of all episodes.
 
-    `answers` and `weights` are by episode. An episode without an answer votes for none. The answer
-    is empty, with share 0, if no episode has one.
+    Ties are broken at random. `answers` has the answer of each episode, "" for none, and `weights`
+    the episode's vote. If no episode has an answer, the result is ("", 0).
     """
     votes: dict[str, float] = {}
     for episode, answer in answers.items():
@@ -89,7 +88,7 @@ def _elect(
 def _rewarded(group: Group, answers: Mapping[int, str], label: str) -> Group:
     """Return the group with the reward 1 for episodes whose answer is the label, and 0 for others.
 
-    For techniques that act later, such an episode is a success.
+    Later techniques see the episodes with reward 1 as successes.
     """
     return replace(
         group,
@@ -104,7 +103,7 @@ def _rewarded(group: Group, answers: Mapping[int, str], label: str) -> Group:
 
 
 def _check(options: MajorityConfig, config: RunConfig) -> None:
-    """Refuse what would use the environment's rewards, which are the labels."""
+    """Raise `ConfigError` if a technique or option uses rewards that depend on the true labels."""
     entries = chosen(config.techniques)
     for entry in entries:
         if _uses_labels(entry, config):
@@ -127,7 +126,9 @@ def _check(options: MajorityConfig, config: RunConfig) -> None:
 
 
 def _uses_labels(entry: Entry, config: RunConfig) -> bool:
-    """Return True if a technique uses rewards of the environment, before `majority` acts."""
+    """Return True if a technique uses rewards of the environment before `majority`
+    replaces them.
+    """
     if entry.slot in ("sampler", "allocator", "source") or "rewards" in entry.requires:
         return True
     made = entry.makes(entry.complete(config.technique_options[entry.name], config))

@@ -1,10 +1,11 @@
 """`minpro`: the smallest ratio of the earlier tokens as a factor of each token's ratio.
 
-The ratio of token t in the objective is rho_t * min_{i<t} rho_i, over the tokens that the policy
-sampled in the same sequence. It replaces the product of the whole prefix, whose variance grows with
-its length. The factor has no gradient, and is 1 for the first token. The objective clips the
-result: `objective.loss_type cispo` keeps the gradient of clipped tokens, as in the paper, and
-`ppo_clip` drops it. `objective.clip_low 1` sets no lower limit. From MinPRO (arXiv 2601.22718).
+In the objective, the ratio rho_t of token t is multiplied by min_{i<t} rho_i over the earlier
+tokens that the policy sampled in the same sequence. This minimum stands for the product of all
+ratios of the prefix, whose variance grows with the prefix's length. The factor has no gradient, and
+is 1 for the first token. The objective clips the result: `objective.loss_type cispo` keeps the
+gradient of clipped tokens, as in the paper, and `ppo_clip` drops it. `objective.clip_low 1` sets no
+lower limit. From MinPRO (arXiv 2601.22718).
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ class MinproConfig(Section):
     """The ratio rho: the staleness ratio S = pi / pi_old, or pi / mu. In the paper they are equal.
     """
     prefix: Literal["strict", "inclusive"] = "strict"
-    """The tokens of the minimum: those before the token, or also the token itself."""
+    """The tokens whose smallest ratio is the factor: those before the token, or also the token
+    itself.
+    """
     reset: Literal["never", "turn"] = "never"
-    """The prefix of a token begins with its sequence, or with its turn (one reply)."""
+    """Where the prefix of a token begins: `never` at the start of its sequence, `turn` at its
+    reply.
+    """
     cap: bool = False
-    """Limit the factor to 1, so that it never raises a ratio."""
+    """Limit the factor of each ratio to 1, so that it never raises a ratio."""
 
 
 class Minpro:
@@ -72,10 +77,11 @@ class Minpro:
 
 
 def prefix_minimum(values: Tensor, unit: Tensor, *, inclusive: bool) -> Tensor:
-    """Return the smallest of the earlier values in the same unit, `[n]`, or 0 where there is none.
+    """Return for each value the smallest of the earlier values in the same unit, `[n]`, or 0 for
+    none.
 
-    `unit` `[n]` has the number of each value's unit, in ascending order from 0. With `inclusive`,
-    the value itself counts, too.
+    `unit` `[n]` has the number of each value's unit (sequence or reply), in ascending order from 0.
+    With `inclusive`, the value itself counts, too.
     """
     import torch
 

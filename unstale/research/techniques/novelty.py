@@ -2,9 +2,10 @@
 
 A sequence is correct if its reward is at least `success_at`. The advantage A of a correct sequence
 i becomes A + min(max(scale (1 - eta_i), 0), cap A), with eta_i = exp(s_i - mean s). s is the mean
-of log pi over the sampled tokens of a sequence, under the current policy, and `mean s` its mean
-over the sequences of the task. So a sequence below the mean gets more, up to (1 + cap) A, and the
-others keep their advantage. From XRPO, without its allocation of episodes and its exemplars.
+of log pi over the sampled tokens of a sequence, under the current policy, and `mean s` the mean of
+s over the sequences of the task. So sequences with s below the mean get a larger advantage, up to
+(1 + cap) A, and the others keep theirs. From XRPO, without its allocation of episodes and its
+exemplars.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ class NoveltyConfig(Section, SuccessThreshold):
     """Larger advantages for correct replies that are unlikely (XRPO)."""
 
     scale: NonNegative = 2.5
-    """Coefficient of the bonus, which is scale (1 - eta) before it is limited."""
+    """Coefficient of the bonus, which is scale (1 - eta) before it is limited. eta is the
+    likelihood of a reply relative to the other replies to its task.
+    """
     cap: NonNegative = 0.5
-    """Largest bonus, as a share of the advantage."""
+    """Largest bonus, as a share of the advantage to which it is added."""
 
 
 class Novelty:
@@ -42,9 +45,9 @@ class Novelty:
         self._options = options
 
     def shape(self, batch: Batch, signals: Signals) -> Shaped:
-        """Add the bonus to the advantages.
+        """Return the advantages with the bonus added.
 
-        Raises ValueError if the batch lacks groups or rewards.
+        Raises ValueError if the batch has no groups or rewards.
         """
         import torch
 
@@ -60,12 +63,12 @@ class Novelty:
 
 
 def relative_likelihood(logp: Tensor, batch: Batch) -> Tensor:
-    """Return eta, the likelihood relative to the task's mean, of each sequence: `[n]` in float64.
+    """Return eta of each sequence, `[n]` in float64: its likelihood relative to the mean of its
+    task.
 
-    `logp` are log-probabilities `[T]`. The logarithm of eta is the sequence's mean log-probability,
-    minus the mean over its task.
-
-    Sequences without a sampled token do not count in the mean of their task.
+    `logp` are log-probabilities `[T]`. log eta is the mean log-probability of the sequence's
+    sampled tokens, minus the mean of this over the sequences of its task. Sequences without a
+    sampled token are not counted in that mean.
     """
     import torch
 

@@ -1,9 +1,10 @@
 """`opmd`: the loss -A log pi / (1 + tau), without a ratio.
 
 A is the advantage and pi the current policy. The loss is that of REINFORCE, divided by 1 + tau.
-It needs no log-probability of the policy that sampled a token, so it also suits tokens for which
-there is none. OPMD subtracts the mean reward of a task and divides by no standard deviation:
-choose `advantage.estimator grpo_no_std`. From OPMD (online policy mirror descent), as R3L uses it.
+It needs no log-probability of the policy that sampled a token, so it can also be used where that
+log-probability is not known. OPMD's advantage is the reward minus the task's mean reward, not
+divided by a standard deviation: choose `advantage.estimator grpo_no_std`. From OPMD (online policy
+mirror descent), as R3L uses it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Opmd:
     def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
         """Return the loss of each token, `[T]`.
 
-        `log_ratio` takes the place of log pi: the two differ by a constant, so the gradient is the
-        same.
+        `log_ratio` is used in place of log pi. The two differ by a constant, so their gradients are
+        equal.
         """
         import torch
 

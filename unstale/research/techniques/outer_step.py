@@ -4,10 +4,9 @@ The factor of the learning rate is share / base, at least `lowest` and at most 1
 is the part of the squared gradient that is not noise. S averages the squared norm of a step's
 gradient g over past steps, N the estimate m k |a / m - b / k|^2 of the variance of g, where a and b
 are the gradients of two halves with m and k groups, a + b = g. In both averages, the weight of a
-step falls by the factor `decay` per step. A step whose KL(pi_old || pi) is over `max_kl` is left
-out. The view that training ends on a plateau if a step is too large for its noise is that of a
-paper on PPO with a million environments; the rule is our own reading, because the sources at hand
-give none.
+step falls by the factor `decay` per step. Steps with KL(pi_old || pi) above `max_kl` are skipped. A
+paper on PPO with a million environments states that training ends on a plateau if steps are too
+large for their noise. The rule here is our own.
 """
 
 from __future__ import annotations
@@ -34,12 +33,15 @@ class OuterStepConfig(Section):
     is below this.
     """
     lowest: Share = 0.2
-    """Smallest factor of the learning rate. 1 leaves the learning rate as it is, and only measures.
+    """Smallest factor of the learning rate. With 1, the learning rate never changes, so that the
+    technique only adds metrics.
     """
     decay: Share = 0.9
-    """Weight of the past steps in the averages: 0 uses only the current step."""
+    """Weight of the past steps in the averages of gradient noise and squared norm: 0 uses only the
+    current step.
+    """
     max_kl: NonNegative = 0.0
-    """Largest KL(pi_old || pi) per token, in nats, at which a step is taken; 0 sets no limit."""
+    """Steps with a larger KL(pi_old || pi) per token, in nats, are skipped; 0 skips none."""
 
     def check_combination(self) -> None:
         if self.decay == 1:
@@ -53,8 +55,8 @@ class OuterStep:
         self._options = options
         self._averages = (0.0, 0.0)
         self._next = self._averages
-        """The averages that also include the steps of a batch for which `observe` was not called
-        yet.
+        """The averages including steps of the current batch, which `observe` has not yet
+        confirmed.
         """
 
     def plan(self, seen: StepSeen) -> StepPlan:

@@ -4,19 +4,20 @@ A task is drawn with a probability proportional to exp(-|p - alpha| / tau), wher
 of its success rate. Tasks that were never tried have a forecast, too.
 
 Each task has a vector of word features: the counts of the words of its text, in which rare words
-count more, normalised to length 1. The cosine of two vectors is their product.
+count more, normalised to length 1. The cosine of two such vectors is their dot product.
 
 `words`: p is a weighted mean of the success rates of the last groups. The weight of a group is
-exp((cosine - 1) / width), with the cosine of the vectors of its task and the new one. The mean is
-calibrated: p = sigmoid(logit(mean) / T + b). T and b are fitted by maximum likelihood to the known
-results, each forecast from the others (leave-one-out). From DOTS (arXiv 2506.05316), which has a
-trained encoder: `encoder` = policy has hidden states instead of words, and `forecast` = model
-learns their weights. DOTS tries 256 `reference` tasks; without them, past groups take their place.
+exp((cosine - 1) / width), where the cosine is between the vectors of its task and of the new one.
+The mean is calibrated: p = sigmoid(logit(mean) / T + b). T and b are fitted by maximum likelihood
+to the known results, each of which is forecast from the others (leave-one-out). From DOTS (arXiv
+2506.05316), which has a trained encoder: `encoder` = policy has hidden states instead of words, and
+`forecast` = model learns their weights. DOTS forecasts from results at 256 `reference` tasks; with
+`reference` = 0, all past groups are used.
 
 `model`: p is the forecast of a small attention model over the last groups. For a group of n
 episodes, with the vector y of its task and the vector x of the new one, the weight is n exp(s sum_d
 m_d x_d y_d). Here m_d is a learned weight of feature d, and s a learned scale. The mean success
-rate of all groups takes part with the weight exp(c), and c is learned. The weighted mean r of the
+rate of all groups is added with the weight exp(c), where c is learned. The weighted mean r of the
 success rates is calibrated by a learned slope a and shift b: z = a logit(r) + b. m, s, c, a and b
 are trained after each batch on the last groups (leave-one-out). The loss is that of V0: 0.75 times
 the cross entropy plus 0.25 times -log sigmoid(z - z') over pairs with different results, where z
@@ -77,7 +78,7 @@ class PredictedSamplerConfig(Section, SuccessShare):
     }
 
     alpha: Share = 0.5
-    """The target of the success rate."""
+    """The target: the success rate that drawn tasks should have."""
     tau: Positive = 0.001
     """Temperature of the draw. With a small value, the task nearest to the target is nearly always
     drawn.
@@ -87,34 +88,39 @@ class PredictedSamplerConfig(Section, SuccessShare):
     that is trained in the run.
     """
     encoder: Literal["words", "policy"] = "words"
-    """The vector of a text: the counts of its words, or the mean of the hidden states with which
-    the run's first policy reads its end, minus their mean over the pool. With `forecast` = model, a
+    """The vector of a text: `words` counts its words; `policy` is the mean of the hidden states at
+    its end in the run's initial policy, minus the mean over the pool. With `forecast` = model, a
     weight of each feature is learned.
     """
     reference: Count = 0
-    """Number of reference tasks, drawn once at random. Only their results are used, and every
-    fourth group is on one of them. 0 uses the results of all groups. DOTS has 256.
+    """Number of reference tasks, drawn once at random. Forecasts then use only results at these
+    tasks, and every fourth group is on one of them. 0 uses the results of all groups. DOTS uses
+    256.
     """
     width: Positive = 0.1
-    """Difference of the cosine of two texts from 1 at which the weight of a group falls to 1 / e.
-    With `model` this is only the initial value.
+    """If the cosine of two texts is 1 - `width`, the weight of a group is 1 / e of that at cosine
+    1. With `model` this is only the initial value.
     """
     prior: NonNegative = 1.0
-    """Only for `words`: number of episodes with the mean success rate that are added to each
-    forecast.
+    """Only for `words`: number of episodes with the mean success rate of all groups that are added
+    to each forecast.
     """
     history: PositiveInt = 256
-    """Number of last groups that are used."""
+    """Number of last groups from whose results forecasts are made."""
     calibrate: bool = True
-    """Only for `words`: calibrate the forecast by the known results."""
+    """Only for `words`: calibrate the forecast by the known results (Platt scaling)."""
     lr: Positive = 0.03
-    """Only for `model`: the learning rate."""
+    """Only for `model`: the learning rate of the small model."""
     passes: PositiveInt = 4
-    """Only for `model`: number of optimizer steps after each batch, on all last groups."""
+    """Only for `model`: number of the small model's optimizer steps after each batch, on all of the
+    last groups.
+    """
 
 
 QUERY = StatesQuery(depth=0.5, tokens=32)
-"""The hidden states of `encoder` = policy: after half of the layers, over the last tokens."""
+"""The hidden states that `encoder` = policy reads: after half of the layers, at a text's last
+tokens.
+"""
 REFERENCE_EVERY = 4
 """Every group whose number is a multiple of this is on a reference task."""
 
@@ -130,7 +136,7 @@ class TextSampler(ABC):
         self._texts: Sequence[str] = ()
         self._vectors = np.zeros((0, 0))
         self._restored = False
-        """True if the vectors are those of a checkpoint."""
+        """True if the vectors were restored from a checkpoint."""
         self._reference: frozenset[str] = frozenset()
         self._groups: deque[tuple[str, float, int]] = deque(maxlen=options.history)
         """The task, number of successes and number of episodes of each of the last groups."""
@@ -157,7 +163,9 @@ class TextSampler(ABC):
         return Draw(context.random.choices(tasks, weights=weights.tolist())[0])
 
     def _due(self, tasks: Sequence[str]) -> str:
-        """Return the reference task among `tasks` whose last result is the oldest, or none."""
+        """Return the reference task among `tasks` whose last result is the oldest, or "" if there
+        is none.
+        """
         last = {task: place for place, (task, _, _) in enumerate(self._groups)}
         found = [task for task in tasks if task in self._reference]
         return min(found, key=lambda task: (last.get(task, -1), task), default="")
@@ -167,15 +175,12 @@ class TextSampler(ABC):
         return bool(outcome.rewards) and is_known
 
     def forecast_of(self, task: str) -> float:
-        """Return the forecast success rate of a task. Both threads of a run may call this."""
+        """Return the forecast success rate of a task. It may be called from several threads."""
         return float(self.forecast([task])[0])
 
     @abstractmethod
     def forecast(self, tasks: Sequence[str]) -> Array:
-        """Return the forecast success rate of each task, `[n]`.
-
-        It is 1/2 before the first group.
-        """
+        """Return the forecast success rate of each task, `[n]`: 1/2 before the first result."""
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
@@ -247,8 +252,8 @@ class PredictedSampler(TextSampler):
     def __init__(self, options: PredictedSamplerConfig) -> None:
         super().__init__(options)
         self._weights: dict[str, Array] = {}
-        """For each task with results: the weight of its groups for every task of the pool,
-        `[N]`.
+        """For each task with results: the weight of its groups in the forecasts of all tasks of the
+        pool, `[N]`.
         """
         self._rates: Array | None = None
         """The forecasts of all N tasks of the pool, `[N]`. None if they must be computed again."""
@@ -299,7 +304,7 @@ class PredictedSampler(TextSampler):
 
 
 def make_sampler(options: PredictedSamplerConfig) -> TextSampler:
-    """Return the sampler with the forecast that the options choose."""
+    """Return the sampler for the option `forecast`."""
     return ModelSampler(options) if options.forecast == "model" else PredictedSampler(options)
 
 

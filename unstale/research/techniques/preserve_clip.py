@@ -1,10 +1,10 @@
 """`preserve_clip`: the gradient of tokens above the clip is kept.
 
 PPO's clip drops the gradient of a token with a positive advantage A whose ratio r is above
-1 + e_h (`objective.clip_high`). Here its loss is -(1 + e_h) / sg(r) * r * A: the same value, with
-the gradient of the limit, -(1 + e_h) A grad log pi. sg stops the gradient. All other tokens are as
-in `objective.loss_type`. From AEPO (Agentic Entropy-Balanced Policy Optimization, arXiv
-2510.14545).
+1 + e_h (`objective.clip_high`). Here its loss is -(1 + e_h) / sg(r) * r * A, where sg stops the
+gradient. The value is that of the clip, and the gradient is -(1 + e_h) A grad log pi. All other
+tokens are as in `objective.loss_type`. From AEPO (Agentic Entropy-Balanced Policy Optimization,
+arXiv 2510.14545).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class PreserveClipConfig(Section):
 
 
 class PreserveClip:
-    """A technique that keeps a gradient for tokens above the upper limit of PPO's clip."""
+    """A technique that keeps a gradient for tokens above the upper limit of PPO's clip (1 +
+    clip_high).
+    """
 
     def __init__(self, options: PreserveClipConfig) -> None:
         pass

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LEAST_SPREAD = 1e-3
 """Smallest standard deviation by which a feature is divided, as a share of the root mean square of
-its block of features. Otherwise, the rounding errors of constant features would count as much as
+its block of features. Without it, rounding errors of constant features would count as much as
 features that vary.
 """
 BLOCKS = ("prompt", "reply", "entropy")
@@ -23,11 +23,11 @@ BLOCKS = ("prompt", "reply", "entropy")
 class Probe:
     """A linear regression from the features of an episode to a reward.
 
-    The features are those of `HiddenStates` in three blocks, each divided by the root of its size,
-    so that the blocks count equally. From each feature its mean over the examples is subtracted,
-    and the difference is divided by its standard deviation. The features of a missing block are 0.
-    The weights minimise the sum of squared errors plus `ridge` times their squared norm; the
-    constant term is the mean target.
+    The features are those of `HiddenStates`, in three blocks: prompt, reply and entropy. Each block
+    is divided by the square root of its number of features, so that all count equally. Each feature
+    is standardised over the examples. Features of a missing block are 0. The weights minimise the
+    sum of squared errors plus `ridge` times their squared norm; the constant term is the mean
+    target.
     """
 
     def __init__(self, *, ridge: float, size: int) -> None:
@@ -87,8 +87,6 @@ class Probe:
 
 
 class _Fit:
-    """The weights of the regression after fitting to examples."""
-
     def __init__(self, states: HiddenStates, targets: Tensor, *, ridge: float) -> None:
         import torch
 
@@ -113,10 +111,7 @@ class _Fit:
 
 
 def _scale(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation, `[F]` each, of features `[n, F]`.
-
-    NaN counts as missing.
-    """
+    """Return mean and standard deviation, `[F]` each, of features `[n, F]`. NaN is ignored."""
     mean = values.nanmean(0)
     spread = (values - mean).square().nanmean(0).sqrt()
     least = LEAST_SPREAD * values.square().nanmean().sqrt()
@@ -129,7 +124,7 @@ def select(states: HiddenStates, rows: Tensor) -> HiddenStates:
 
 
 def without_replies(states: HiddenStates) -> HiddenStates:
-    """Return features in which only those of the prompts are left. All others are NaN."""
+    """Return the features of the prompts. The features of replies and entropies are set to NaN."""
     import torch
 
     return HiddenStates(
@@ -151,9 +146,7 @@ class ProbedBatch:
     of its group. None before the first fit.
     """
     alone: Tensor | None
-    """The predicted mean reward of each episode's siblings, from the features of the prompt only,
-    `[n]`. None before the first fit.
-    """
+    """As `predicted`, but only from the features of the prompt. None before the first fit."""
 
     def rows_of(self, group: Group) -> Tensor:
         import torch

@@ -1,12 +1,12 @@
 """`proxy`: figures of the trained reward beside a corrected score of the same episodes.
 
 The trained reward is often a stand-in for what counts, such as a judge's grade for success. The
-figures are the means of both, and two shares of the pairs of siblings with different rewards: those
-with scores in the reverse order, and those with equal scores. Such pairs teach the wrong thing, or
-only the reward. The trained reward has the terms of techniques (`flawed_success_penalty`,
-`tool_bonus`). The mean that `truncated.rule` = reward gives to cut-off episodes is not in it. From
-GDRO (group-level direct reward optimization of diffusion models), which reports reward and
-corrected score together.
+score measures what counts. The metrics are the means of both, and two shares of the pairs of
+episodes of a group with different rewards: those with scores in the reverse order, from which the
+policy learns the wrong thing, and those with equal scores, from which it only learns to get reward.
+The trained reward includes the terms of techniques (`flawed_success_penalty`, `tool_bonus`), but
+not the mean that `truncated.rule` = reward gives to cut-off episodes. From GDRO (group-level direct
+reward optimization of diffusion models), which reports reward and corrected score together.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Proxy:
     ) -> Mapping[str, float]:
         """Return metrics of the episodes that have the corrected score (`proxy.score`).
 
-        NaN if none has it. Raises `ConfigError` if the environment ended episodes of a whole batch,
-        and no episode of the run so far has the score.
+        They are NaN if no episode has it. Raises `ConfigError` if a whole batch of episodes lacks
+        the score, though their environment ended them, and no earlier episode of the run had it.
         """
         ended = [
             each for group in groups for each in group.finished if each.stop in ENDED_BY_ENVIRONMENT
@@ -76,7 +76,9 @@ class Proxy:
         }
 
     def _rows(self, group: Group, graded: Group) -> list[tuple[float, float]]:
-        """Return reward and corrected score of each episode of a group that has this score."""
+        """Return trained reward and corrected score of each episode of a group
+        that has the score.
+        """
         return [
             (trained.reward, score)
             for each, trained in zip(group.finished, graded.finished, strict=True)
@@ -93,9 +95,10 @@ class Proxy:
 
 
 def _orders(rows: Sequence[tuple[float, float]]) -> list[float]:
-    """Return for each pair of episodes the score of the higher-rewarded one minus the other's.
+    """Return a score difference for each pair of episodes with different rewards.
 
-    Pairs with equal rewards are left out. `rows` has reward and score of each episode.
+    It is the score of the episode with the higher reward minus that of the other. `rows` has reward
+    and score of each episode.
     """
     return [
         (ours - theirs) * (1 if reward > other else -1)

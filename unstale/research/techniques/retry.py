@@ -2,28 +2,30 @@
 
 `reflect`: the policy reads an attempt, and writes a JSON object with advice and the number of the
 earliest reply to change. The retry is forked before that reply, which begins with the advice. For
-training, the advice is removed: what was sampled after it becomes REWRITTEN text, in a context
-without it, and is trained on where its advantage is above 0. The replies before the fork have the
-advantage 0 in the retry and, unless `train_shared`, in the attempt. Positive advantages are
-multiplied by `amplify`, and that of a success is 1. Written advice has the advantage 1 if its retry
-did better than the attempt, else 0. From R3L.
+training, the advice is removed: what was sampled after it becomes REWRITTEN text (sampled in
+another context), and is trained on where its advantage is above 0. The replies before the fork have
+the advantage 0 in the retry and, unless `train_shared`, in the attempt. The advantage of a success,
+if positive, is 1, and other positive advantages are multiplied by `amplify`. Written advice has the
+advantage 1 if its retry did better than the attempt, else 0. From R3L.
 `plan`: the policy writes a plan from an attempt, successful or not, without its reward. The next
 attempt has the plan at the end of its prompt, and is trained on as it was sampled. Attempts with
-and without a plan are compared among themselves, and a plan has the advantage of the attempt that
-read it. From SAGE's plans, as in `unstale attempt --plan`.
-`correct`: the task set finds the first wrong reply of a failed attempt, and writes a right one in
-its place, which is FOREIGN text, or the first wrong step within a reply. The policy goes on from
-there. This is repeated `steps` times, or
-until the attempt succeeds. The default finds the first reply that differs from the task's
+and without a plan are compared only among themselves, and a plan has the advantage of the attempt
+that read it. From SAGE's plans, as in `unstale attempt --plan`.
+`correct`: the task set finds the first wrong reply of a failed attempt, or the first wrong step
+within a reply, and puts a right one in its place, which is FOREIGN text (written by no policy of
+the run). The policy continues from there. This is repeated until the attempt succeeds, at most
+`steps` times. By default, the first wrong reply is the first that differs from the task's
 demonstration. From SCOPE.
-`clean`: a call that failed is replaced by the later call of the same attempt that did not, as
-REWRITTEN text, and the policy goes on from there, without the error in its context. If both calls
-are similar, the text before the first one stays; otherwise the whole reply is replaced. If no later
-reply has a call that succeeds, the attempt stays as it is. From CLEANER.
+`clean`: the first call that failed is replaced by the call of the next reply without an error in
+the same attempt, as REWRITTEN text, and the policy continues from there, without the error in its
+context. If both calls are similar, the text before the first one stays; otherwise the whole reply
+is replaced. If the next reply without an error has no call, the attempt stays as it is. From
+CLEANER.
 
-With `correct` and `clean` the replies before the place of a fork have the advantage of the attempt
-that goes on from it. After it, the first attempt keeps its own advantage (`correct`), or 0
-(`clean`). An advantage is the reward minus the mean reward of the group.
+With `correct` and `clean`, the replies before a fork have the advantage of the attempt that
+continues from it. The replies after it in the first attempt keep their advantage (`correct`), or
+have 0 (`clean`). An advantage is the reward minus the mean reward of the group, for `clean` without
+attempts that were continued.
 """
 
 from __future__ import annotations
@@ -85,13 +87,17 @@ REFUSED = {
     "recredit": "which compares replies, of which retries have some twice",
     "source": "which stores single episodes",
 }
-"""Slots whose techniques cannot be used with retries, and the reason."""
+"""Reasons why techniques of some slots (kinds of techniques) cannot be used with
+retries, by slot.
+"""
 Rounds = Sequence[Sequence[Trajectory | Failure]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryConfig(Section):
-    """Further attempts from a place, or with a text, that earlier ones give (R3L)."""
+    """Further attempts that start in the middle of earlier ones, or from a text
+    about them (R3L).
+    """
 
     selector: ClassVar[str] = "rule"
     read_by: ClassVar[Mapping[str, Sequence[str]]] = {
@@ -105,34 +111,36 @@ class RetryConfig(Section):
     }
 
     rule: Literal["reflect", "plan", "correct", "clean"] = "reflect"
-    """What changes an attempt: advice or a plan of the policy, a right reply of the task set, or a
-    later call of the attempt itself.
+    """What a retry changes: it adds the policy's advice (`reflect`) or plan (`plan`), or replaces a
+    reply by a right one of the task set (`correct`) or a call by a later one of the attempt
+    (`clean`).
     """
     number: Count = 0
     """Largest number of attempts of a group that are tried again; 0 is half of
     `schedule.group_size`.
     """
     attempts: Literal["failed", "all"] = "failed"
-    """Only for `reflect`: the attempts that are read. R3L reads all."""
+    """Only for `reflect`: the attempts about which advice is written. R3L takes all."""
     amplify: Annotated[float, Range(1, 100)] = 3.0
-    """Only for `reflect`: factor of positive advantages. That of a success is 1, whatever the
-    factor is.
+    """Only for `reflect`: factor of positive advantages. Positive advantages of successes are 1
+    instead.
     """
     train_shared: bool = False
-    """Only for `reflect`: also train on the replies of an attempt before the place of its retries.
+    """Only for `reflect`: also train on the replies of an attempt before the place where its retry
+    starts.
     """
     train_texts: bool = False
-    """Only for `reflect` and `plan`: also train on the advice or the plans. R3L does."""
+    """Only for `reflect` and `plan`: also train on the written advice or plans, as R3L does."""
     steps: Count = 3
     """Only for `correct` and `clean`: largest number of replies of an attempt that are replaced.
     0 sets no limit.
     """
     similarity: Share = 0.5
-    """Only for `clean`: smallest similarity of two calls, by `difflib`, for which the text before
-    the call stays.
+    """Only for `clean`: if the similarity of the two calls (by `difflib`) is at least this, the
+    text before the first call stays.
     """
     error: str = "(?i)error:"
-    """Only for `clean`: a regular expression that finds an error in the answer to a call."""
+    """Only for `clean`: a regular expression that finds an error in the result of a call."""
 
     def check_combination(self) -> None:
         try:
@@ -144,10 +152,10 @@ class RetryConfig(Section):
 
 
 class Retry:
-    """A technique that tries finished attempts again."""
+    """A technique that tries finished attempts again, each changed by a rule."""
 
     def __init__(self, options: RetryConfig) -> None:
-        """Create the technique. `options.number` must not be 0: `Entry.complete` fills it in."""
+        """Create the technique. `options.number` must be above 0: `Entry.complete` replaces a 0."""
         self._options = options
 
     def roots(self, group_size: int) -> int:
@@ -170,7 +178,7 @@ class Retry:
         return ()
 
     def _questions(self, attempts: Sequence[Trajectory], texts: Texts) -> list[Fork]:
-        """Return the starts of the texts that the policy writes about attempts."""
+        """Return forks in which the policy writes about attempts, up to `number`."""
         options = self._options
         usable = [each for each in attempts if not each.branches]
         if options.rule == "reflect" and options.attempts == "failed":
@@ -190,7 +198,10 @@ class Retry:
     def _read(
         self, text: Trajectory, attempts: Mapping[int, Trajectory], texts: Texts
     ) -> Fork | None:
-        """Return the start of the attempt that a written text leads to. None if it is unusable."""
+        """Return the fork with which the retry begins that a written text asks for, or None.
+
+        None means that the text is unusable.
+        """
         assert text.fork is not None
         written = texts.written(text)
         if self._options.rule == "plan":
@@ -204,7 +215,9 @@ class Retry:
         return Fork(text.fork.parent, at, (hint,))
 
     async def _replaced(self, attempt: Trajectory, texts: Texts) -> Fork | None:
-        """Return a fork at the first reply to replace. None if there is none."""
+        """Return the fork that replaces the next reply of an attempt. None if nothing is to be
+        replaced.
+        """
         if self._options.rule == "clean":
             return self._cleaned(attempt, texts)
         found = None if attempt.success else await texts.correction(attempt)
@@ -217,7 +230,7 @@ class Retry:
         return fork if is_later else None
 
     def _cleaned(self, attempt: Trajectory, texts: Texts) -> Fork | None:
-        """Return a fork in which a later call takes the place of the first one that failed."""
+        """Return the fork that replaces the first failed call by that of a later reply, or None."""
         said = replies(attempt.pieces)
         own = attempt.fork.at + 1 if attempt.fork else 0  # a replaced call is not replaced again
         failed = [self._failed(attempt, number, said, texts) for number in range(len(said))]
@@ -245,7 +258,10 @@ class Retry:
         said: Sequence[tuple[int, tuple[int, ...]]],
         texts: Texts,
     ) -> bool:
-        """Return True if a reply has a call, and the answer to it is an error."""
+        """Return True if reply `number` of an attempt has a tool call whose result is an error.
+
+        `said` has start and tokens of each reply.
+        """
         start, tokens = said[number]
         stop = said[number + 1][0] if number + 1 < len(said) else len(attempt)
         message = texts.parse(tokens)
@@ -292,7 +308,11 @@ class Retry:
         own: Mapping[int, float],
         next_of: Mapping[int, Trajectory],
     ) -> tuple[float, ...]:
-        """Return an episode's advantages, changed before the place of a retry, or also after it."""
+        """Return the advantages of an attempt's tokens, corrected if a retry starts from it.
+
+        `values` are those without the correction. `own` has advantages and `next_of` retries, by
+        the number of the episode.
+        """
         retry = next_of.get(episode.episode)
         if retry is None or retry.fork is None:
             return values
@@ -312,7 +332,9 @@ class Retry:
         context: CreditContext,
         gains: list[float],
     ) -> list[ScoredTrajectory]:
-        """Return the texts of a group with their advantages, and add what retries gained."""
+        """Return the written texts of a group, scored. Append to `gains` what each retry gained in
+        reward.
+        """
         attempts = {each.episode: each for each in group.finished}
         if self._options.rule in ("correct", "clean"):
             gains += [
@@ -338,7 +360,9 @@ class Retry:
     def _retry_of(
         self, text: Trajectory, attempts: Mapping[int, Trajectory], texts: Texts | None
     ) -> Trajectory | None:
-        """Return the attempt that a text led to. None if there is none, or it failed to finish."""
+        """Return the retry that a written text led to. None if there is none or it
+        did not finish.
+        """
         retries = [(each.fork, each) for each in attempts.values() if each.fork]
         if self._options.rule == "plan":
             return next((each for fork, each in retries if fork.parent == text.episode), None)
@@ -366,7 +390,7 @@ class Retry:
 
 
 def _steps(attempt: Trajectory, texts: Texts) -> str:
-    """Return an attempt as text, in which each reply has its number."""
+    """Return an attempt as text in which the replies are numbered."""
     lines: list[str] = []
     end = 0
     tokens = attempt.tokens
@@ -377,9 +401,9 @@ def _steps(attempt: Trajectory, texts: Texts) -> str:
 
 
 def read_reflection(text: str, attempt: Trajectory) -> tuple[int, str] | None:
-    """Return the number of tokens before the named reply, and the advice.
+    """Return the number of tokens before the reply to change, and the advice, from a written text.
 
-    None for anything but a JSON object with advice and the number of a reply of the attempt.
+    None unless the text has a JSON object with advice and the number of a reply of the attempt.
     """
     begin, end = text.find("{"), text.rfind("}")
     try:
@@ -395,9 +419,9 @@ def read_reflection(text: str, attempt: Trajectory) -> tuple[int, str] | None:
 
 
 def without_advice(retry: Trajectory) -> Trajectory:
-    """Return a retry without its advice. What was sampled after it becomes REWRITTEN.
+    """Return a retry without its advice. The text sampled after the advice becomes REWRITTEN text.
 
-    An episode that is no retry is returned unchanged.
+    An episode that is not a retry is returned unchanged.
     """
     if retry.fork is None:
         return retry
@@ -413,9 +437,9 @@ def _start_of_call(reply: Sequence[int], texts: Texts) -> int:
 
 
 def _spliced(attempt: Trajectory, at: int, start: int, stop: int) -> Fork | None:
-    """Return a fork before token `at` that goes on with the later tokens `start` to `stop`.
+    """Return a fork before token `at` that continues with the later tokens `start` to `stop`.
 
-    None if a part of them was not sampled by the policy in this attempt.
+    None if the policy did not sample all of these tokens in this attempt.
     """
     edit = Edit(at, at, attempt.tokens[at:start])
     text: list[Placed] = []

@@ -1,14 +1,15 @@
 """`reward_channels`: normalise each named reward of an episode on its own.
 
-A channel is a named reward. Its advantage is r minus the mean of its group, divided by their
-standard deviation plus 0.0001. The advantage of an episode is the sum over the channels, times
-their weights. Then it is normalised over the batch: minus the mean, divided by the standard
-deviation plus 0.0001. If the rewards were added up first, different combinations of rewards would
-have equal advantages: in groups of two, the sums 0 and 1 give the same as 0 and 2. From GDPO (arXiv
-2601.05242).
+A channel is a named reward. An episode's advantage in a channel is its reward minus the group's
+mean, divided by the group's standard deviation plus 0.0001. The advantage of an episode is the
+weighted sum over the channels. Then it is normalised over the batch: minus the mean, divided by the
+standard deviation plus 0.0001. If the rewards were added up first, different combinations of
+rewards would have equal advantages: in groups of two, the sums 0 and 1 give the same as 0 and 2.
+From GDPO (arXiv 2601.05242).
 
 The channels are the named rewards of the environment before the task set's `combine`, and the terms
-that techniques add. A reward that an episode lacks is 0, as in an episode that was cut off.
+that techniques add. A reward that an episode lacks, for example because it was cut off, counts as
+0.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
     from unstale.config import RunConfig
 
 EPSILON = 1e-4
-"""A constant added to a standard deviation before dividing by it, as in the authors' code."""
+"""A constant added to a standard deviation before dividing by it, as in the code of GDPO's
+authors.
+"""
 COMBINED = "reward/"
-"""Prefix of the facts (reported numbers) that have the separate rewards which a task set
-combined.
+"""Prefix of the facts (reported numbers) that store the separate rewards if a task set combined
+them.
 """
 
 
@@ -47,8 +50,8 @@ class RewardChannelsConfig(Section):
     weights of a task set's `combine` are not used.
     """
     whiten: Literal["episodes", "tokens", "none"] = "episodes"
-    """Normalise advantages over the batch. With `tokens`, the weight of an episode is its number of
-    sampled tokens.
+    """How advantages are normalised over the batch: not, over episodes, or over episodes weighted
+    by their numbers of sampled tokens.
     """
 
     def by_name(self) -> Mapping[str, float]:
@@ -82,8 +85,8 @@ class RewardChannels:
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
         """Return trajectories with advantages.
 
-        Raises `ConfigError` if the episodes of a whole batch have only one named reward, and no
-        earlier batch had several.
+        Raises `ConfigError` if the episodes of a whole batch have only one named reward, and none
+        of an earlier batch had several.
         """
         import torch
 
@@ -141,8 +144,8 @@ class RewardChannels:
 def named_rewards(item: Trajectory) -> Mapping[str, float]:
     """Return the rewards of an episode by name.
 
-    If the task set has combined several rewards into one, the separate rewards are returned, with
-    the terms that techniques added.
+    If the task set combined several rewards into one, the separate rewards are returned instead,
+    with the terms that techniques added.
     """
     parts = {
         name.removeprefix(COMBINED): value
@@ -169,9 +172,9 @@ def channel_advantages(rewards: Tensor, group: Tensor, weight: Tensor) -> Tensor
 
 
 def whiten_nonzero(advantage: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return advantages `[n]`, normalised over the batch. Those that are 0 stay 0.
+    """Return advantages `[n]`, normalised over the batch. Advantages of 0 stay 0.
 
-    `lengths` `[n]`, if given, are weights in the mean and the standard deviation.
+    `lengths` `[n]`, if given, are the weights for mean and standard deviation.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Reward terms: amounts that techniques add to the reward of an episode."""
+"""Reward terms: named rewards that techniques add to episodes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def add_reward(
     term: Callable[[Trajectory], float],
     context: CreditContext,
 ) -> Sequence[Group]:
-    """Add a further named reward to each trajectory of the groups. Record its mean as a metric.
+    """Return the groups with one more named reward in each trajectory. Record its mean as a metric.
 
     `name` is the name of the reward, and `term` returns its value. Further conversations of an
-    agent get the reward of their episode. A successful episode still counts as a success, whatever
-    its new reward is. Raises `ConfigError` if a trajectory already has a reward of that name.
+    agent get the reward of their episode. The new reward does not change whether an episode counts
+    as a success. Raises `ConfigError` if a trajectory already has a reward of that name.
     """
     if any(name in item.rewards for group in groups for item in group.trajectories):
         raise ConfigError(

@@ -3,7 +3,7 @@
 These are the three criteria by which the survey GFCR compares the stages of rollouts: generate,
 filter, control and replay. Reliability is the share of started episodes that the environment ended,
 rather than a limit or an error. Coverage is the share of tasks with at least one success. Cost is
-the number of sampled tokens for each success, where tokens of failed episodes count.
+the number of sampled tokens per success, tokens of failed episodes included.
 """
 
 from __future__ import annotations

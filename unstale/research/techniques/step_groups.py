@@ -1,18 +1,18 @@
 """`step_groups`: an advantage for each turn, by comparison with siblings in the same situation.
 
-An observation is the text before a reply, an action the reply. Both are compared by their tokens,
-within one group. R is the discounted return of a turn, A_E the advantage of its episode. a_k is R
-minus the mean R over all turns of the group with the same last k observations, divided by the
-standard deviation (with divisor n) of these R plus 1e-6. a_k is 0 for a turn without another such
-turn.
+An observation is the text before a reply, and an action is the reply. Those of one group are the
+same if their tokens are. R is the discounted return of a turn, A_E the advantage of its episode.
+a_k is R minus the mean R over all turns of the group with the same last k observations, divided by
+the standard deviation (with divisor n) of these R plus 1e-6. a_k is 0 for a turn without another
+turn to compare.
 
 `gigpo`: A_E + weight * a_1. From GiGPO (arXiv 2505.10978).
 `hgpo`: the mean of A_E and a_1, ..., a_K+1 with weights (k + 1)^alpha, where k is 0 for A_E. Terms
 that are exactly 0 are left out. K is `history`. From HGPO.
 `salt`: the mean of A_E over all turns of the group with the same observation, action and next
 observation. From SALT.
-`two_level`: A_E + weight * a, where a compares turns with the same number. From UI-S1, with
-`cut_below` 1 and the environment `traces`.
+`two_level`: A_E + weight * a, where a is computed as a_k over turns with the same number. From
+UI-S1, with `cut_below` 1 and the environment `traces`.
 """
 
 from __future__ import annotations
@@ -46,51 +46,59 @@ _READ_BY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroupsConfig(Section):
-    """An advantage for each turn, by comparison with siblings in the same situation."""
+    """An advantage for each turn, by comparison with turns of the group in the same situation."""
 
     selector: ClassVar[str] = "rule"
     read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     rule: Literal["gigpo", "hgpo", "salt", "two_level"] = "gigpo"
-    """The formula: which turns are compared, and how."""
+    """The formula of the advantage of a turn, and the turns that are compared."""
     discount: Share = 0.95
-    """Not for `salt`: factor by which the weight of a reward falls for each earlier turn."""
+    """Not for `salt`: discount of the return: the weight of a later turn's reward falls by this
+    factor per turn.
+    """
     std: bool = True
     """Not for `salt`: divide by the standard deviation of the compared returns."""
     cut_below: float | None = None
-    """Not for `salt`: the return of a turn and of earlier ones ends with a turn whose own reward is
-    smaller. None ends none.
+    """Not for `salt`: returns end with the first turn whose own reward is smaller than this. None
+    lets all returns run to the end.
     """
     weight: NonNegative = 1.0
-    """Only for `gigpo` and `two_level`: factor of the turn's own advantage, which is added to the
+    """Only for `gigpo` and `two_level`: weight of the turn's own advantage, which is added to the
     episode's.
     """
     history: Count = 1
     """Only for `hgpo`: largest number of earlier observations that compared turns must share."""
     alpha: NonNegative = 1.0
-    """Only for `hgpo`: exponent of the weights, which are larger for longer shared histories."""
+    """Only for `hgpo`: exponent of the weights (k + 1)^alpha. Larger values favour longer shared
+    histories.
+    """
     episode: bool = True
-    """Only for `hgpo`: include the advantage of the episode in the mean."""
+    """Only for `hgpo`: include the episode's advantage in the weighted mean that is a turn's
+    advantage.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A turn, with the values that determine its advantage."""
+    """A turn, with everything that its advantage depends on."""
 
     place: tuple[int, int]
-    """Number of the episode, and number of the turn in it."""
+    """Number of the episode, and number of the turn in the episode."""
     inherited: float
     value: float
-    """The sum of discounted rewards from this turn on."""
+    """The return of the turn: the sum of discounted rewards from this turn on."""
     observations: tuple[int, ...]
-    """The numbers of all observations up to the turn. Equal texts within a group have the same
-    number.
+    """The numbers of all observations of the episode up to this turn. Equal texts within a group
+    have the same number.
     """
     action: int
     following: int
 
     def window(self, size: int) -> Hashable:
-        """Return the last `size` observations up to the turn. Missing ones are -1."""
+        """Return the last `size` observations up to this turn. Those before the
+        first turn are -1.
+        """
         return ((-1,) * size + self.observations)[-size:]
 
 
@@ -115,7 +123,6 @@ class StepGroups:
         return [_replaced(each, values) for each in scored]
 
     def _steps(self, scored: Sequence[ScoredTrajectory]) -> list[_Step]:
-        """Return the turns of the episodes of a group, each as a `_Step`."""
         from unstale.algorithms.advantages import reward_to_go, turn_rewards
 
         numbers: dict[tuple[int, ...], int] = {}
@@ -137,7 +144,7 @@ class StepGroups:
         return steps
 
     def _parts(self, item: Trajectory) -> list[int]:
-        """Return the numbers of turns of the parts of an episode over which returns are summed."""
+        """Return the lengths in turns of an episode's parts. Returns do not reach beyond a part."""
         bound = self._options.cut_below
         cut = [bound is not None and each < bound for each in item.turn_rewards]
         ends = [0, *(number for number, is_cut in enumerate(cut, 1) if is_cut)]
@@ -145,9 +152,9 @@ class StepGroups:
         return [*parts, item.num_turns - ends[-1]]
 
     def _key(self, step: _Step) -> Hashable:
-        """Return the key that turns must share to be compared.
+        """Return a key that is the same for the turns that are compared.
 
-        For `hgpo` it has one observation only.
+        For `hgpo`, which compares histories of several lengths, it has only the last observation.
         """
         match self._options.rule:
             case "salt":
@@ -186,7 +193,7 @@ class StepGroups:
 
 
 def _texts(item: Trajectory) -> list[tuple[int, ...]]:
-    """Return an episode's texts as tokens: first observation, first action, ..., last
+    """Return an episode's texts as tokens, in order: first observation, first action, ..., last
     observation.
     """
     texts: list[list[int]] = [[]]
@@ -209,9 +216,9 @@ def _per_turn(scored: ScoredTrajectory) -> Sequence[float]:
 def _compare(
     steps: Sequence[_Step], key: Callable[[_Step], Hashable], *, std: bool
 ) -> dict[tuple[int, int], float]:
-    """Return each turn's return minus the mean return of the turns with the same key.
+    """Return the return of each turn minus the mean return of the turns with the same key.
 
-    A key of the result is `_Step.place`. With `std` the difference is divided by the standard
+    The result has the key `_Step.place`. With `std`, the difference is divided by the standard
     deviation of these returns.
     """
     returns = defaultdict(list)
@@ -240,7 +247,7 @@ def _count_shared(steps: Sequence[_Step], key: Callable[[_Step], Hashable]) -> i
 
 
 def _replaced(scored: ScoredTrajectory, values: dict[tuple[int, int], float]) -> ScoredTrajectory:
-    """Return a trajectory with the advantages of its turns.
+    """Return a trajectory with the advantages of its turns instead of the episode's.
 
     Further conversations of its agent keep the advantage of the episode.
     """

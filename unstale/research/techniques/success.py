@@ -1,4 +1,4 @@
-"""Success statistics of tasks, for the samplers and allocators that need them."""
+"""Success rates of tasks, counted for the techniques that choose tasks or group sizes by them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SuccessThreshold:
     __slots__ = ()
 
     success_at: float = 1.0
-    """Smallest reward with which an episode is a success. The default, 1, is for rewards of 0 and
-    1: if no reward reaches it, there is no success.
+    """Smallest reward at which an episode is a success. The default, 1, is for rewards of 0 and 1;
+    lower it if no reward reaches 1.
     """
 
 
@@ -32,8 +32,8 @@ class SuccessShare:
     __slots__ = ()
 
     success_at: float | None = None
-    """Smallest reward with which an episode is a success. None: the reward itself, between 0 and 1,
-    is a share of success.
+    """Smallest reward at which an episode is a success. None: the reward itself, between 0 and 1,
+    is the share of success.
     """
 
 
@@ -44,28 +44,32 @@ class RateOptions:
     __slots__ = ()
 
     prior: Positive = 1.0
-    """Number of successes, and also of failures, that each task has before its first visit."""
+    """Number of successes, and also of failures, that are assumed for each task before its first
+    visit.
+    """
     decay: Annotated[float, Range(above=0, high=1)] = 0.98
-    """Share of the counts that is left after each batch. Tasks without visits return to the
-    prior.
+    """Share of a task's counts of successes and failures that is kept after each batch. The counts
+    of a task that is not visited return to `prior`.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastOptions:
-    """The option `forecast` of techniques that expect a success rate of a task."""
+    """The option `forecast` of techniques that use an expected success rate of a task."""
 
     __slots__ = ()
 
     forecast: Literal["counts", "sampler"] = "counts"
-    """The expected success rate V: by the task's earlier results, with `prior` and `decay`, or the
-    forecast of `predicted_sampler`, which also knows tasks that were never tried.
+    """The expected success rate V of a task: from its earlier results (`counts`, with `prior` and
+    `decay`), or from the technique `predicted_sampler`, which also forecasts tasks that were never
+    tried.
     """
 
     def check_sampler(self, name: str, config: RunConfig) -> None:
-        """Raise `ConfigError` if the forecast of a sampler is wanted, and there is none.
+        """Raise `ConfigError` if a technique uses a sampler's forecasts, and the run has no such
+        sampler.
 
-        `name` is that of the technique.
+        `name` is the name of the technique.
         """
         if self.forecast == "sampler" and "predicted_sampler" not in config.techniques.split():
             raise ConfigError(
@@ -75,7 +79,7 @@ class ForecastOptions:
 
 
 class ForecastUser:
-    """A technique that may use the forecasts of a sampler."""
+    """A technique that may use the success rates that the run's sampler forecasts."""
 
     _forecaster: Forecaster | None = None
 
@@ -83,7 +87,7 @@ class ForecastUser:
         self._forecaster = forecaster
 
     def expected(self, task: str, options: ForecastOptions, tracker: SuccessTracker) -> float:
-        """Return the expected success rate of a task, as `options` say."""
+        """Return the expected success rate of a task, from `tracker` or a sampler, by `options`."""
         if options.forecast == "sampler" and self._forecaster:
             return self._forecaster.forecast_of(task)
         return tracker.mean(task)
@@ -91,21 +95,26 @@ class ForecastUser:
 
 @dataclass(frozen=True, kw_only=True)
 class VisitOptions(RateOptions):
-    """The options of techniques whose counts are also reduced at each visit of a task."""
+    """The options of techniques whose counts are also reduced at each visit to a task."""
 
     __slots__ = ()
 
     keep: Annotated[float, Range(above=0, high=1)] = 1.0
-    """Share of the earlier counts that is left at each visit of the task."""
+    """Share of a task's earlier counts of successes and failures that is kept at each visit to the
+    task.
+    """
     discount_prior: bool = False
-    """Let `keep` reduce the prior, too. MSSR does so, with `keep` between 0.875 and 0.96 and
-    `prior` 4.
+    """Let `keep` reduce the assumed counts of `prior`, too. MSSR does so, with `keep` between 0.875
+    and 0.96 and `prior` 4.
     """
 
 
 @dataclass(slots=True)
 class BetaCounts:
-    """The parameters of a Beta distribution of a task's success rate, after a number of batches."""
+    """The parameters `a` and `b` of the Beta distribution of a task's success rate, and their time.
+
+    The time is a number of batches.
+    """
 
     a: float
     b: float
@@ -117,13 +126,13 @@ class BetaCounts:
 
 
 class SuccessTracker:
-    """The Beta distribution of the success rate of every task.
+    """The Beta distributions of the success rates of all tasks.
 
-    A group adds its successes to `a` and its failures to `b`. Between groups, both return towards
-    `prior`: a = prior + decay^n (a - prior) after n batches. The counts of a group that arrives
-    late are decayed by its own age, so the order of arrival does not matter. With `keep` < 1, each
-    visit also multiplies the counts of earlier visits by `keep`; with `discount_prior` also the
-    prior.
+    A group adds its successes to the parameter `a` of its task and its failures to `b`. From batch
+    to batch, both return towards `prior`: after n batches without a group, a = prior + decay^n (a -
+    prior). A group that arrives late is decayed by its own age, so the order of arrival does not
+    matter. With `keep` < 1, each visit also multiplies the counts of earlier visits by `keep`; with
+    `discount_prior` also the prior.
     """
 
     def __init__(  # noqa: PLR0913 - three of them describe the decay
@@ -136,16 +145,19 @@ class SuccessTracker:
         discount_prior: bool = False,
         success_at: float | None = None,
     ) -> None:
-        """Create a tracker without groups.
+        """Create a tracker without results.
 
-        A reward is a success if it is at least `success_at`. Without `success_at`, the reward
-        itself is the share of success. `name` is the technique, for messages.
+        A reward of at least `success_at` is a success. Without `success_at`, the reward itself is
+        the share of success. `name` is the technique's name, for error messages. The other
+        arguments are those of `RateOptions` and `VisitOptions`.
         """
         self._name = name
         self._prior = prior
         self._decay = decay
         self.keep = keep
-        """Share of the earlier counts that is left at a visit. It may change between batches."""
+        """Share of a task's earlier counts that is kept at a visit. It may change
+        between batches.
+        """
         self._kept_prior = 0.0 if discount_prior else prior
         self._success_at = success_at
         self._counts: dict[str, BetaCounts] = {}
@@ -154,8 +166,7 @@ class SuccessTracker:
     def counts(self, task: str) -> BetaCounts:
         """Return the Beta distribution of a task's success rate.
 
-        An older result counts less: its weight falls with each version of the weights observed
-        after it.
+        The weight of a result falls with each batch after it.
         """
         found = self._counts.get(task)
         if found is None:
@@ -196,9 +207,7 @@ class SuccessTracker:
         return BetaCounts(a, b, num_batches)
 
     def successes(self, rewards: Sequence[float]) -> list[float]:
-        """Return the success of each episode, from 0 to 1, by its reward (see the function
-        `successes`).
-        """
+        """Return the success of each episode, from 0 to 1, as the function `successes` does."""
         return successes(self._name, rewards, self._success_at)
 
     def state(self) -> dict[str, Any]:
@@ -212,7 +221,7 @@ class SuccessTracker:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state. Raises `ConfigError` for the state of another release."""
+        """Load a state. Raises `ConfigError` if it was saved in the format of another release."""
         if "num_batches" not in state:
             raise ConfigError(
                 f"the checkpoint has success rates of the technique {self._name} in the format of "
@@ -225,7 +234,7 @@ class SuccessTracker:
     def map_means(self, change: Callable[[float], float]) -> None:
         """Replace the mean m of every task's distribution by `change(m)`.
 
-        The sum of its two counts stays.
+        The sum a + b of the distribution's parameters does not change.
         """
         for task, counts in self._counts.items():
             weight = counts.a + counts.b
@@ -236,9 +245,9 @@ class SuccessTracker:
 def successes(name: str, rewards: Sequence[float], success_at: float | None) -> list[float]:
     """Return the success of each episode, from 0 to 1, by its reward.
 
-    It is 1 if the reward is at least `success_at`, otherwise 0. Without `success_at` it is the
-    reward itself. Raises `ConfigError` if such a reward is not between 0 and 1. `name` is the
-    technique, for the message.
+    The success is 1 if the reward is at least `success_at`, otherwise 0. Without `success_at`, it
+    is the reward itself, and `ConfigError` is raised for a reward outside [0, 1]. `name` is the
+    technique's name, for this error message.
     """
     if success_at is not None:
         return [float(reward >= success_at) for reward in rewards]

@@ -1,9 +1,9 @@
 """`token_entropy_advantage`: larger advantages for tokens of high entropy.
 
 The advantage of a token is multiplied by 1 + a z, where z = (H - mean) / std is the entropy H of
-the policy at the token, standardised over the sampled tokens of the batch (with the standard
-deviation of a sample). The factor is at least 0, so that no advantage changes its sign. From the
-entropy-aware advantage of AEPO (Agentic Entropy-Balanced Policy Optimization, arXiv 2510.14545).
+the policy at the token, standardised over the sampled tokens of the batch (with the sample standard
+deviation). The factor is at least 0, so that no advantage changes its sign. From the entropy-aware
+advantage of AEPO (Agentic Entropy-Balanced Policy Optimization, arXiv 2510.14545).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TokenEntropyAdvantageConfig(Section):
     """Larger advantages for tokens of high entropy (AEPO)."""
 
     a: NonNegative = 0.2
-    """Relative change of an advantage for each standard deviation of the entropy."""
+    """Relative change of an advantage per standard deviation of the entropy."""
 
 
 class TokenEntropyAdvantage:

@@ -19,16 +19,16 @@ from unstale.techniques.hooks import CreditContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolBonusConfig(Section):
-    """A bonus for the tool calls of successes (AgentMath)."""
+    """A bonus for tool calls in successful episodes (AgentMath)."""
 
     base: NonNegative = 0.0
-    """Bonus of a success without a call."""
+    """Bonus of a successful episode without a tool call."""
     per_call: NonNegative = 0.05
-    """Bonus for each tool call of a success."""
+    """Bonus for each tool call of a successful episode."""
     most: Positive = 0.2
     """Largest bonus of an episode."""
     calls: str = "tool_calls"
-    """Name of the environment's fact with the number of tool calls."""
+    """Name of the environment's fact (a reported number) with the number of tool calls."""
 
     def check_combination(self) -> None:
         if not self.base + self.per_call:

@@ -1,7 +1,7 @@
 """`top_tokens`: a gradient for the tokens with the largest advantage times entropy only.
 
-A share of the batch's sampled tokens is trained on: those with the largest |A| H, where A is the
-advantage of the token and H the entropy of the policy at it. The share changes linearly from
+Only a share of the batch's sampled tokens is trained on, those with the largest |A| H, where A is
+the advantage of the token and H the entropy of the policy at it. The share changes linearly from
 `first` at the start of the run to `last` at its end. From D3S, which also chooses episodes.
 """
 
@@ -47,9 +47,8 @@ class TopTokens:
 
 
 def largest(score: Tensor, count: int) -> Tensor:
-    """Return a mask `[n]`: True for the `count` largest values.
-
-    Of equal ones, the first are chosen.
+    """Return a mask `[n]`: True for the `count` largest values. Of equal values, the first are
+    chosen.
     """
     import torch
 

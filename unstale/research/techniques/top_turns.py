@@ -1,7 +1,7 @@
 """`top_turns`: a gradient for the turns with the largest entropy only.
 
-The entropy of a turn is the mean, over its sampled tokens, of the policy's entropy at the token. Of
-each episode, the `share` of its turns with the largest entropy is trained on, rounded up.
+The entropy of a turn is the mean, over its sampled tokens, of the policy's entropy at the token. In
+each episode, only the `share` of turns with the largest entropy is trained on, rounded up.
 Advantages are computed over all turns. From the selection of steps of DART (arXiv 2509.23866).
 """
 
@@ -26,9 +26,11 @@ class TopTurnsConfig(Section):
     """A gradient for the turns with the largest entropy only (DART)."""
 
     share: Annotated[float, Range(0.01, 1)] = 0.8
-    """Share of the turns that is trained on."""
+    """Share of the turns that is trained on, rounded up."""
     over: Literal["episode", "batch"] = "episode"
-    """Compare the turns of each episode, or those of the whole batch."""
+    """The turns among which the largest entropies are chosen: those of each episode, or of the
+    whole batch.
+    """
 
 
 class TopTurns:
@@ -55,10 +57,10 @@ class TopTurns:
 
 
 def largest_of(values: Tensor, owner: Tensor, share: float) -> Tensor:
-    """Return a mask `[n]`, True for the largest values of each owner: a `share`, rounded up.
+    """Return a mask `[n]`, True for the largest values of each owner.
 
-    `owner` `[n]` has the number of each value's owner (such as an episode), in ascending order. Of
-    equal values, the first are chosen.
+    `owner` `[n]` has the number of each value's owner (such as an episode), in ascending order. The
+    share `share` of an owner's values is True, rounded up. Of equal values, the first are chosen.
     """
     import torch
 

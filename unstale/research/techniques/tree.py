@@ -1,30 +1,32 @@
 """`tree`: episodes that are forked from others of their group, or end early.
 
-Finished episodes are forked at places of the option `branch`. With B continuations, M episodes
-become M (1 + B N) at N places (ETTRL, arXiv 2508.11356):
+With these values of `branch`, finished episodes are forked. B continuations at each of N places
+make M (1 + B N) episodes of M (ETTRL, arXiv 2508.11356):
 
 `turn`: before a fixed reply.
 `unlikely`: before the N sampled tokens with the lowest `behavior_logp`, for servers.
 `peaks`: before the N tokens whose distribution had the largest entropy.
 
-While episodes run, they wait every `every` tokens of a reply, and at its end, until all of the
-group do. Then they are forked:
+With these values, episodes are forked while they run. After every `every` tokens of a reply, and at
+its end, each episode waits until all of the group do. Then a decision is made:
 
-`entropy`: before the first token since the last place whose entropy H is above `threshold`.
-`confidence`: at the place, with clip(round(w h (1 - C)), 1, w) branches, w = `continuations` + 1.
-h is the mean H over `threshold`, at most 1, and C the mean probability of the likeliest token. No
-tree gets more than half of the group (ECHO, arXiv 2602.02150).
-`second`: before the first token with p2 > `least` and p1 - p2 < `margin`, the probabilities of the
-two likeliest tokens. The fork begins with the other one, as FORCED text (LATR).
-`tool`: after the first `every` tokens of a reply to a tool, if (u + 0.2 dH)(1 - 0.05 l) >= 0.5. u
-is uniform, dH the mean entropy of these tokens minus that in the first reply, l the number of such
-forks in succession. With `roots` 1, the first episode decides that k sigmoid(-0.5 dH) + 1 of k
-begin anew (AEPO, arXiv 2510.14545).
-`none`: nowhere.
+`entropy`: fork before the first token since the last decision whose entropy H is above `threshold`.
+`confidence`: fork at this token, with clip(round(w h (1 - C)), 1, w) branches, w = 1 +
+`continuations`. h is the mean H over `threshold`, at most 1, and C the mean probability of the
+likeliest token. No tree gets more than half of the group (ECHO, arXiv 2602.02150).
+`second`: fork before the first token with p2 > `least` and p1 - p2 < `margin`, where p1 and p2 are
+the probabilities of the two likeliest tokens. The fork begins with the one that was not sampled, as
+FORCED text (LATR).
+`tool`: fork after the first `every` tokens of a reply to a tool, if (u + 0.2 dH)(1 - 0.05 l) >=
+0.5. u is random and uniform in [0, 1], dH the mean entropy of these tokens minus that in the first
+reply, l the number of such forks in succession. With `roots` 1, dH of the first episode decides
+that k sigmoid(-0.5 dH) + 1 of the group's k episodes start from the prompt (AEPO, arXiv
+2510.14545).
+`none`: never fork.
 
-`prune` ends episodes early at these places, without a reward. `mixed` keeps those whose forecasts
-of success have a mean near 1/2, and prunes nothing in 1 of 8 decisions (ARRoL). A forecast is a
-logistic regression on the entropy and log-probability of an episode's first tokens.
+`prune` ends episodes early at these decisions, without a reward. `mixed` keeps those whose
+forecasts of success have a mean near 1/2, and prunes nothing in 1 of 8 decisions (ARRoL). A
+forecast is a logistic regression on the entropy and log-probability of an episode's first tokens.
 """
 
 from __future__ import annotations
@@ -58,12 +60,12 @@ REFUSED = {
     "recredit": "whose comparisons count a shared reply several times",
     "source": "which stores single episodes",
 }
-"""Slots whose techniques cannot be used with trees, and the reason."""
+"""Reasons why techniques of some slots (kinds of techniques) cannot be used with trees, by slot."""
 
 
 Branch = Literal["turn", "unlikely", "peaks", "entropy", "confidence", "second", "tool", "none"]
 LIVE: Sequence[str] = ("entropy", "confidence", "second", "tool", "none")
-"""The values of `tree.branch` with which episodes are forked or pruned while they run."""
+"""Values of `tree.branch` with which episodes are forked or pruned while they run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,28 +83,31 @@ class TreeConfig(Section):
     }
 
     branch: Branch = "turn"
-    """The places of forks. Of finished episodes: before a reply (`turn`), or before the tokens that
-    were the least likely (`unlikely`) or had the largest entropy (`peaks`). While episodes run:
-    before a token with a large entropy (`entropy`), after tokens with a large entropy and a low
-    confidence (`confidence`), with the other one of two likely tokens (`second`), after the first
-    tokens of a reply to a tool (`tool`), or nowhere (`none`).
+    """The place at which an episode is forked. Finished episodes: before a reply (`turn`), or
+    before the tokens that were the least likely (`unlikely`) or had the largest entropy (`peaks`).
+    Running episodes: before a token with a large entropy (`entropy`), after tokens with a large
+    entropy and a low confidence (`confidence`), at two likely tokens, with the one that was not
+    sampled (`second`), after the first tokens of a reply to a tool (`tool`), or nowhere (`none`).
     """
     turn: Annotated[int, Range(2)] = 2
-    """Only for `turn`: the number of the reply that the forked episodes sample anew. An episode
-    with fewer replies is not forked.
+    """Only for `turn`: the number of the reply (from 1) that the forked episodes sample again. An
+    episode with fewer replies is not forked.
     """
     places: PositiveInt = 3
     """Only for `unlikely` and `peaks`: the number of places at which each episode is forked."""
     continuations: PositiveInt = 1
-    """Number of forked episodes at each place, for `confidence` the largest number."""
+    """Number of forked episodes at each place; for `confidence` the largest number."""
     every: PositiveInt = 32
-    """Number of tokens of a reply between two decisions; for `tool`, before the only one."""
+    """Number of tokens of a reply between two decisions. With `tool`, the only decision comes after
+    this number of tokens.
+    """
     roots: Count = 0
-    """Number of episodes that begin a group. 0 is half of `schedule.group_size`, for `none` all of
-    it. With 1, `tool` computes it from the first episode (AEPO).
+    """Number of episodes of a group that start from the prompt. 0 is half of `schedule.group_size`,
+    or all of it for `none`. With 1, `tool` computes the number from the first episode (AEPO).
     """
     threshold: Positive = 1.0
-    """Entropy in nats above which `entropy` forks, and which is full uncertainty for `confidence`.
+    """Only for `entropy`: entropy in nats above which a token is forked. For `confidence`: entropy
+    that counts as full uncertainty.
     """
     least: Share = 0.1
     """Probability of the second likeliest token above which `second` forks."""
@@ -110,21 +115,24 @@ class TreeConfig(Section):
     """Largest difference of the two likeliest tokens' probabilities at which `second` forks."""
     prune: Literal["none", "confidence", "similar", "mixed"] = "none"
     """The episodes that end early, without a reward. `confidence`: those in the lowest quarter of
-    their group's confidences at two successive places. `similar`: forks whose first tokens resemble
-    those of their parent. `mixed`: all but the share `keep` with forecasts of success nearest 1/2.
+    their group's confidences at two successive decisions. `similar`: forks whose first tokens
+    resemble those of their parent. `mixed`: all but the share `keep` with forecasts of success
+    nearest 1/2.
     """
     spare: Share = 0.25
-    """Probability with which such an episode survives, with the weight 1 / probability. 0 prunes
-    all of them, which biases the gradient.
+    """Probability with which an episode that `prune` selects continues after all. Its weight is
+    then 1 / probability. 0 prunes all, which biases the gradient.
     """
     keep: Share = 0.5
-    """Share of the episodes that `mixed` keeps."""
+    """Only for `mixed`: share of the episodes that continue."""
     distance: Share = 0.4
-    """Edit distance as a share of the tokens below which `similar` prunes a fork."""
+    """Only for `similar`: a fork is pruned if its edit distance to its parent, as a share of the
+    tokens, is below this.
+    """
 
     @property
     def leaves(self) -> int:
-        """The largest number of episodes of one tree, with the one that is forked."""
+        """The largest number of episodes of one tree: the one that is forked and its forks."""
         return 1 + self.continuations * (1 if self.branch == "turn" else self.places)
 
     @property
@@ -158,7 +166,9 @@ class Tree:
         return forks
 
     def _places(self, trunk: Trajectory) -> list[int]:
-        """Return the numbers of tokens before the forks of an episode, in order."""
+        """Return the places at which an episode is forked, as numbers of tokens before the fork,
+        ascending.
+        """
         if self._options.branch == "turn":
             wanted = self._options.turn - 1
             return [start for start, _, turn in walk(trunk.pieces) if turn == wanted][:1]
@@ -223,9 +233,7 @@ def _make(options: TreeConfig) -> Tree | LiveTree:
 
 
 def _check_techniques(config: RunConfig) -> None:
-    """Raise `ConfigError` without `tree_advantage`, or for a technique that cannot be used with
-    forks.
-    """
+    """Raise `ConfigError` without `tree_advantage`, or for a technique that refuses forks."""
     entries = chosen(config.techniques)
     if "tree_advantage" not in [entry.name for entry in entries]:
         raise ConfigError(
@@ -247,7 +255,10 @@ def _check_techniques(config: RunConfig) -> None:
 
 
 def refuse_kept_sets(technique: str, config: RunConfig) -> None:
-    """Raise `ConfigError` if tokens that become REWRITTEN text are drawn from kept sets."""
+    """Raise `ConfigError` if sampling is restricted to part of the vocabulary (such as top-k).
+
+    Such samples have no log-probability in another context, which REWRITTEN text needs.
+    """
     if config.engine.truncated_by:
         raise ConfigError(
             f"the technique {technique} cannot be used with {config.engine.truncated_by}: text "
@@ -256,7 +267,7 @@ def refuse_kept_sets(technique: str, config: RunConfig) -> None:
 
 
 def check_sequences(config: RunConfig, technique: str = "tree") -> None:
-    """Refuse what a shared token lacks, or would be counted in several times."""
+    """Raise `ConfigError` for options that need whole sequences, which forks do not have."""
     objective = config.objective
     if objective.loss_aggregation == "sequence_mean":
         raise ConfigError(

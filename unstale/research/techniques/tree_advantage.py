@@ -1,19 +1,20 @@
 """`tree_advantage`: advantages for groups in which episodes are forked from others.
 
-A group is M trees. An edge e is a run of tokens between two forks; its leaves are the episodes that
-contain it. R is the reward of a leaf.
+A group consists of M trees. An edge e is a run of tokens between two forks; its leaves are the
+episodes that contain it, and the reward of a leaf is R.
 
 `loo`: A(e) = w(e) (V(e) - b(e)). V(e) is the mean reward of the leaves below e, in which every
 branch of a fork counts the same. w(e) is the product of 1 / branches over the forks above e. b(e)
 is the mean of V over the other branches of the nearest fork above e, or over the other trees.
-`pooled`: A(e) = M / N times the sum over the leaves below e of R minus the mean reward of all N
+`pooled`: A(e) = M / N times the sum, over the leaves below e, of R minus the mean reward of all N
 leaves. `depth`: A(e) = M / n times (V(e) - mean) / deviation, over the n edges at the same number
 of tokens; V is the mean reward of the leaves. That is BranchGRPO's rule.
 
-A leaf that survived a draw of `tree.prune` counts in `loo` by its weight s = 1 / probability, and
-a pruned one by 0: A(e) is w(e) times the mean of s (R - b(e)) over the leaves below e, and V(e) the
-mean of s R. An episode that was pruned without a draw (`tree.spare 0`) is left out. The other rules
-leave out every pruned episode.
+`tree.prune` ends episodes early, at random if `tree.spare` is above 0. In `loo`, a leaf that
+survived a random draw has the weight s = 1 / probability, and one that did not has s = 0: A(e) is
+w(e) times the mean of s (R - b(e)) over the leaves below e, and V(e) the mean of s R. An episode
+that was pruned without a random draw (`tree.spare 0`) is left out. The other rules leave out every
+pruned episode.
 
 BranchGRPO's pruning of gradients changes no episode: tokens of some levels (`kept_depths`), or of
 episodes between the best and the worst one of a group (`kept_leaves`), get the advantage 0.
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from unstale.techniques.hooks import CreditContext
 
 TINY = 1e-6
-"""Smallest standard deviation by which `depth` divides. Below it, advantages are 0."""
+"""Smallest standard deviation by which `depth` divides. With a smaller one, advantages are 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,31 +49,32 @@ class TreeAdvantageConfig(Section):
     """The rule by which the advantage of a token is computed. Only `loo` is unbiased."""
     kept_depths: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of the levels of a tree whose tokens are trained on; other tokens have the advantage 0.
-    A level is the tokens with the same number of forks before them. The first level moves on by one
-    with each version of the weights.
+    A level is all tokens with the same number of forks before them. The first trained level
+    advances by one with each version of the weights.
     """
     kept_leaves: Literal["all", "extremes"] = "all"
-    """`extremes`: after the last fork, only episodes with the highest and the lowest reward of a
-    group are trained on.
+    """`extremes`: of the tokens after an episode's last fork, only those of episodes with the
+    highest or the lowest reward of the group are trained on.
     """
 
 
 @dataclass(slots=True)
 class Edge:
-    """A run of tokens of one episode between two forks, with what follows it."""
+    """A run of tokens between two forks of an episode, and the runs that continue it."""
 
     trajectory: Trajectory
     start: int
     end: int
-    """The edge has the tokens `start` to `end` of its episode; `end` is not included."""
+    """Index after the last token of the run, which begins at `start` of its episode."""
     below: list[Edge] = field(default_factory=list)
-    """The edges that begin at the end of this one. Empty for the end of an episode."""
+    """The edges that continue this one. Empty at the end of an episode."""
 
     def over(self, baseline: float) -> float:
-        """Return the mean of (R - baseline) over the leaves below the edge, by their weights.
+        """Return the weighted mean of R - `baseline` over the leaves below the edge (R: their
+        reward).
 
         Each branch of a fork counts the same. The weight of a leaf is 1, or 1 / probability if it
-        survived a draw, or 0 if the draw pruned it.
+        survived a random draw, or 0 if it did not.
         """
         if self.below:
             return fmean(each.over(baseline) for each in self.below)
@@ -80,7 +82,7 @@ class Edge:
 
     @property
     def value(self) -> float:
-        """The mean reward of the leaves below the edge, by their weights."""
+        """The weighted mean reward of the leaves below the edge, as in `over`."""
         return self.over(0.0)
 
     def leaves(self) -> Iterator[Trajectory]:
@@ -100,9 +102,9 @@ class Edge:
 def trees(group: Group) -> list[Edge]:
     """Return the first edge of each tree of a group, in the order of the episodes.
 
-    An episode that was pruned without a draw is left out, unless others were forked from it. So are
-    forks of a failed episode. Raises ValueError if an episode was forked from one that is not in
-    the group or did not sample that place itself, or if an episode has a reward that is not finite.
+    Left out are episodes that were pruned without a random draw and from which no other was forked,
+    and forks of a failed episode. Raises ValueError if an episode was forked from one that is not
+    in the group or did not sample that place itself, or if a reward is not finite.
     """
     known = {each.episode: each for each in group.finished}
     children: dict[int, list[Trajectory]] = {}
@@ -121,7 +123,10 @@ def trees(group: Group) -> list[Edge]:
             children.setdefault(each.fork.parent, []).append(each)
 
     def edge(trajectory: Trajectory, start: int, *, after: bool = False) -> Edge:
-        """Return the edge at `start`. With `after`, it follows a fork of the episode there."""
+        """Return the edge that begins at token `start` of an episode.
+
+        With `after`, forks at this very token are not part of it, because they precede it.
+        """
         later = [
             each
             for each in children.get(trajectory.episode, ())
@@ -139,7 +144,7 @@ def trees(group: Group) -> list[Edge]:
 
 
 def _prune(edge: Edge) -> bool:
-    """Remove the branches that were pruned without a draw. Return False if none is left."""
+    """Remove the branches that were pruned without a random draw. Return False if none is left."""
     if not edge.below:
         return edge.trajectory.stop != "pruned" or SURVIVAL in edge.trajectory.facts
     edge.below = [each for each in edge.below if _prune(each)]
@@ -147,15 +152,17 @@ def _prune(edge: Edge) -> bool:
 
 
 def survival(trajectory: Trajectory) -> float:
-    """Return the weight of an episode: 1 without a draw, 0 if it was pruned."""
+    """Return the weight of an episode: 1 / probability if it survived a random draw, 0 if pruned,
+    else 1.
+    """
     return trajectory.facts.get(SURVIVAL, float(trajectory.stop != "pruned"))
 
 
 def leaf_weights(group: Group) -> dict[int, float]:
-    """Return the weight of each finished episode by number: 1 for one without forks.
+    """Return the weight of each finished episode, by its number: 1 for an episode without forks.
 
-    A fork divides the weight equally among its branches, so each tree has the weight 1, if no
-    episode was pruned. A pruned one has the weight 0.
+    A fork divides the weight equally among its branches, so a tree has the weight 1 if no episode
+    was pruned. A pruned episode has the weight 0.
     """
 
     def weigh(edge: Edge, weight: float) -> Iterator[tuple[int, float]]:
@@ -171,7 +178,7 @@ def leaf_weights(group: Group) -> dict[int, float]:
 
 
 def _place(trajectory: Trajectory) -> int:
-    """Return the number of tokens that the episode shares with the one it was forked from."""
+    """Return the number of tokens that an episode shares with its parent; 0 without a parent."""
     return trajectory.fork.at if trajectory.fork else 0
 
 
@@ -199,7 +206,9 @@ class TreeAdvantage:
         return scored
 
     def _without_gradient(self, roots: Sequence[Edge], version: int) -> Iterator[Edge]:
-        """Yield the edges whose gradient is pruned (BranchGRPO)."""
+        """Yield the edges whose advantage is set to 0 by `kept_depths` and `kept_leaves`
+        (BranchGRPO).
+        """
         levels = levels_of(roots)
         kept = math.ceil(self._options.kept_depths * len(levels))
         trained = {(version + number) % len(levels) for number in range(kept)} if levels else {}
@@ -215,7 +224,7 @@ class TreeAdvantage:
 
 
 def levels_of(roots: Sequence[Edge]) -> list[list[Edge]]:
-    """Return the edges with the same number of forks before them, by this number."""
+    """Return lists of edges: those without a fork before them, those with one fork, and so on."""
     levels: list[list[Edge]] = []
     level = list(roots)
     while level:
@@ -225,18 +234,20 @@ def levels_of(roots: Sequence[Edge]) -> list[list[Edge]]:
 
 
 Advantages = Iterator[tuple[Trajectory, int, int, float]]
-"""Advantages as `(trajectory, start, end, advantage)`, for runs of tokens of an episode."""
+"""Rows `(trajectory, start, end, advantage)`: the advantage of the tokens `start` to `end` of an
+episode.
+"""
 
 
 def loo(roots: Sequence[Edge]) -> Advantages:
-    """Yield the advantage of each edge. Its baseline is the mean of the other branches."""
+    """Yield the advantage of each edge by the rule `loo`, which compares the branches of a fork."""
     yield from _below(roots, 1.0, 0.0)
 
 
 def _below(edges: Sequence[Edge], weight: float, baseline: float) -> Advantages:
     """Yield the advantages of the branches of a fork, and of the edges below them.
 
-    `baseline` is that of a single branch, which has no others to compare with.
+    `weight` is the branches' weight w. `baseline` is used if there is only one branch.
     """
     values = [each.value for each in edges]
     for number, each in enumerate(edges):
@@ -247,7 +258,9 @@ def _below(edges: Sequence[Edge], weight: float, baseline: float) -> Advantages:
 
 
 def pooled(roots: Sequence[Edge]) -> Advantages:
-    """Yield the advantages with which every leaf counts as an independent episode, as in GRPO."""
+    """Yield the advantage of each edge by the rule `pooled`: every leaf is an
+    episode, as in GRPO.
+    """
     rewards = [leaf.reward for root in roots for leaf in root.leaves()]
     if not rewards:  # every leaf was pruned
         return
@@ -258,7 +271,7 @@ def pooled(roots: Sequence[Edge]) -> Advantages:
 
 
 def depth(roots: Sequence[Edge]) -> Advantages:
-    """Yield the advantages that compare the edges at the same number of tokens (BranchGRPO)."""
+    """Yield advantages by the rule `depth`, which compares edges at the same token (BranchGRPO)."""
     edges = [edge for root in roots for edge in root.edges() if any(edge.leaves())]
     values = [fmean(leaf.reward for leaf in each.leaves()) for each in edges]
     cuts = sorted({place for each in edges for place in (each.start, each.end)})

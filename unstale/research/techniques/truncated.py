@@ -1,13 +1,13 @@
 """`truncated`: an episode that a limit cut off does not count as a failure.
 
-An episode is cut off if it reached the limit of turns or of tokens, or if its last reply was cut by
-the limit of a reply. A successful episode never counts as cut off.
+An episode is cut off if it reached the limit of turns or of tokens, or if the limit of a reply
+ended its last reply. A successful episode never counts as cut off.
 
 `mask`: cut-off episodes are not trained on, and do not count in the baseline of their group.
 `reward`: a cut-off episode gets the mean reward of the episodes of its group that ended by
 themselves, minus `penalty`. In a group without such episodes, `mask` applies.
 
-From RAVL, which takes no value from an artificial end of an episode; DAPO (arXiv 2503.14476,
+From RAVL, where an artificial end of an episode has no value of its own; DAPO (arXiv 2503.14476,
 section 3.4) masks too long samples.
 """
 
@@ -49,8 +49,8 @@ class Truncated:
         self._options = options
 
     def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
-        """Leave cut-off episodes out of the groups, or change their rewards, by the option
-        `rule`.
+        """Return the groups without cut-off episodes, or with changed rewards of these, by the
+        rule.
         """
         selected = []
         finished = num_cut = 0
@@ -77,14 +77,16 @@ class Truncated:
 
 
 def is_cut(item: Trajectory) -> bool:
-    """Return True if a limit ended an unsuccessful episode, or cut its last reply."""
+    """Return True for an unsuccessful episode that a limit ended, or whose last
+    reply a limit cut.
+    """
     return item.stop in CUT_OFF and not item.success
 
 
 def _graded(item: Trajectory, ended: Sequence[Trajectory], penalty: float) -> Trajectory:
-    """Return a cut-off episode with new rewards: the means over the episodes `ended`.
+    """Return a cut-off episode with the mean rewards of the episodes `ended`, minus `penalty`.
 
-    `penalty` is subtracted from them. The episode does not count as a success.
+    It does not count as a success.
     """
     names = dict.fromkeys(name for each in ended for name in each.rewards)
     rewards = {name: fmean(each.rewards.get(name, 0.0) for each in ended) for name in names}

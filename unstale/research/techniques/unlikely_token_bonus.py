@@ -1,9 +1,9 @@
 """`unlikely_token_bonus`: a bonus on the advantage of unlikely tokens, limited by the advantage.
 
 The advantage A of a token becomes A + min(alpha H, |A| / kappa), where H = -log pi of the token
-under the current policy. For kappa > 1 no advantage changes its sign. The mean of H over the tokens
-of a context is its entropy, so the bonus has the gradient of an entropy bonus where the limit does
-not act. From the advantage shaping of MSSR, which trains on one episode per task.
+under the current policy. For kappa > 1 no advantage changes its sign. The expected H over the next
+token is the policy's entropy. So where the limit does not act, the bonus has the gradient of an
+entropy bonus. From the advantage shaping of MSSR, which trains on one episode per task.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class UnlikelyTokenBonusConfig(Section):
     """A bonus on the advantage of unlikely tokens, limited by the advantage (MSSR)."""
 
     alpha: NonNegative = 0.4
-    """Coefficient of the bonus, per nat."""
+    """Bonus per nat of the token's H = -log pi."""
     kappa: Annotated[float, Range(above=1)] = 2.0
-    """The bonus is at most |A| / kappa. With kappa > 1, the bonus never changes the sign of the
-    advantage A.
+    """Divisor of the bonus's limit |A| / kappa. As it is above 1, no advantage A
+    changes its sign.
     """
 
 

@@ -9,9 +9,9 @@ A task has a vector x of word features. For a new task, the model attends over t
 
 s, m, c, a and b are trained on the past groups, each of which is forecast from the others. The loss
 is that of V0: 0.75 times the cross entropy, plus 0.25 times the ranking loss -log sigmoid(z - z')
-over pairs of groups with different results. g, between 0 and 1, is the trust in the model. It has
-the value under which the results of the past groups are most likely, when each is forecast before
-the model was trained on it. So patterns that the past groups show by chance get no trust.
+over pairs of groups with different results. g, between 0 and 1, is the trust in the model. It is
+fitted by maximum likelihood to the results of past groups, each forecast before the model was
+trained on it. So patterns that past groups show by chance get no trust.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RANKING = 0.25
-"""Weight of the ranking loss in the whole loss, as in V0."""
+"""Weight of the ranking loss in the loss. As in V0, the cross entropy has the rest."""
 DECAY = (0.9, 0.99)
-"""The decay rates of Adam's two averages. The second is small, because few steps are taken."""
+"""Decay rates of Adam's two moving averages. The second is small because few steps are taken."""
 PENALTY = 1.0
 """Coefficient of (log m_d)^2 in the loss, which keeps every factor m_d near 1. It weighs as much as
 the cross entropy of one episode.
 """
 MARGIN = 1e-3
-"""Smallest distance of a success rate from 0 and from 1. A nearer rate is moved to this
-distance.
+"""Success rates are moved to at least this distance from 0 and from 1, so that their logits are
+finite.
 """
 TRUSTS = np.linspace(0.0, 1.0, 21)
-"""The values among which the trust g is chosen."""
+"""The candidates for the trust g, the weight of the model in forecasts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,42 +61,47 @@ class Results:
 
     @property
     def mean(self) -> float:
-        """The success rate over all episodes."""
+        """The success rate over all episodes of all groups."""
         return float(self.solved.sum() / self.sizes.sum())
 
 
 class LearnedForecast:
-    """Forecasts by a `ValueModel`, with a trust that depends on its earlier forecasts."""
+    """Forecasts by a `ValueModel`, mixed with the mean success rate.
+
+    The mixing weight, the trust in the model, is fitted to its earlier forecasts.
+    """
 
     def __init__(self, *, width: float, lr: float, steps: int, history: int) -> None:
         """Create a forecast. Its model takes `steps` optimizer steps after each batch.
 
-        Its trust depends on the last `history` groups. `width` and `lr` are those of `ValueModel`.
+        The trust is fitted to the last `history` groups. `width` and `lr` are those of
+        `ValueModel`.
         """
         self._model = ValueModel(DIMENSIONS, width=width, lr=lr)
         self._steps = steps
         self._before: deque[tuple[float, ...]] = deque(maxlen=history)
-        """One row per group: z and the mean success rate of all earlier groups, both from before
-        the model was trained on the group, then its successes and its episodes.
+        """A row for each group: the model's logit and the mean success rate of all earlier groups,
+        as they were before the model was trained on the group, then the group's successes and
+        episodes.
         """
 
     @property
     def trust(self) -> float:
-        """The trust g in the model, from 0 to 1."""
+        """The trust g, the weight of the model in forecasts, from 0 to 1."""
         return fit_trust(*np.array(self._before, dtype=np.float64).reshape(-1, 4).T)
 
     def forecast(self, vectors: Array, past: Results) -> Array:
-        """Return the forecast success rates `[n]` of tasks with word vectors `[n, d]`.
+        """Return forecast success rates `[n]` of tasks with word vectors `[n, d]`.
 
-        They are computed from the results of past groups.
+        They are computed from the results `past`.
         """
         return trusted(self._model.logits(vectors, past), past.mean, self.trust)
 
     def learn(self, new: Results, before: Results, past: Results) -> None:
-        """Train the model and the trust after a batch.
+        """Train the model after a batch, and store what the trust is fitted to.
 
-        `new` are the groups of the batch, `before` the groups on which forecasts were based so far,
-        and `past` the groups to train on.
+        `new` are the groups of the batch, `before` the earlier groups from which they were
+        forecast, and `past` the groups to train on.
         """
         if len(before) and len(new):
             logits = self._model.logits(new.vectors, before)
@@ -116,12 +121,14 @@ class LearnedForecast:
 
 
 class ValueModel:
-    """Attention over past groups, with learned weights of word features, and a learned
-    calibration.
+    """A model that forecasts success by attention over past groups.
+
+    The weights of word features and the calibration are learned.
     """
 
     def __init__(self, dimensions: int, *, width: float, lr: float) -> None:
-        """Create a model whose weights are those of `weighted_rates` with this width.
+        """Create an untrained model, which weighs groups as `weighted_rates` does with this
+        `width`.
 
         `lr` is the learning rate of Adam.
         """
@@ -142,8 +149,9 @@ class ValueModel:
         self._steps = 0
 
     def logits(self, vectors: Array, past: Results) -> Array:
-        """Return the logits z `[n]` of tasks with word vectors `[n, d]`, computed from past
-        groups.
+        """Return the logits `[n]` of the success rates of tasks with word vectors `[n, d]`.
+
+        They are computed from the results of past groups.
         """
         import torch
 
@@ -152,7 +160,7 @@ class ValueModel:
         return np.asarray(found.numpy())
 
     def train(self, past: Results, *, steps: int) -> None:
-        """Take `steps` optimizer steps on at least two groups.
+        """Take `steps` optimizer steps on the past groups, of which there must be at least two.
 
         Each group is forecast from the others.
         """
@@ -168,7 +176,7 @@ class ValueModel:
             self._step(torch.autograd.grad(loss, list(self._weights.values())))
 
     def _fit_size(self, size: int) -> None:
-        """Give the model a weight for each of `size` features, before it is trained."""
+        """Create a weight for each of `size` features, before the first training."""
         import torch
 
         if len(self._weights["words"]) != size and not self._steps:
@@ -198,7 +206,6 @@ class ValueModel:
         return weights["slope"] * rate.clamp(MARGIN, 1 - MARGIN).logit() + weights["shift"]
 
     def _step(self, gradients: Sequence[Tensor]) -> None:
-        """Take a step of Adam."""
         self._steps += 1
         first_decay, second_decay = DECAY
         for name, gradient in zip(self._weights, gradients, strict=True):
@@ -228,9 +235,10 @@ class ValueModel:
 
 
 def value_loss(logits: Tensor, solved: Tensor, sizes: Tensor) -> Tensor:
-    """Return the mean loss of V0 over h groups, for forecasts given as `logits`, as a scalar.
+    """Return the loss of V0, a scalar: the mean over h groups of forecasts given as `logits`.
 
-    `solved` and `sizes` are the numbers of successes and of episodes. All inputs are `[h]`.
+    `solved` and `sizes` are the numbers of successes and of episodes of the groups. All inputs are
+    `[h]`.
     """
     from torch.nn.functional import logsigmoid
 
@@ -245,7 +253,8 @@ def value_loss(logits: Tensor, solved: Tensor, sizes: Tensor) -> Tensor:
 
 
 def trusted(logits: Array, mean: float, trust: float) -> Array:
-    """Return forecasts that mix a model and a mean rate by the trust in the model.
+    """Return success rates that mix a model's forecasts with a mean rate, by the trust in the
+    model.
 
     They are sigmoid(trust z + (1 - trust) z0), with z = `logits` and z0 = logit(`mean`).
     """
@@ -254,10 +263,10 @@ def trusted(logits: Array, mean: float, trust: float) -> Array:
 
 
 def fit_trust(logits: Array, means: Array, solved: Array, sizes: Array) -> float:
-    """Return the trust g under which the results of h groups are most likely.
+    """Return the trust g under which the results of h groups are most likely. 0 without groups.
 
-    `logits` `[h]` are each group's z before the model was trained on it, and `means` `[h]` the mean
-    success rates at that time. The trust is 0 without groups.
+    `logits` `[h]` are the model's logits for each group before it was trained on that group, and
+    `means` `[h]` the mean success rates at that time. `solved` and `sizes` are `[h]`.
     """
     if not len(logits):
         return 0.0

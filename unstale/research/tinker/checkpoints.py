@@ -18,23 +18,27 @@ from unstale.rollout.endpoint.schemas import Refused
 
 Kind = Literal["weights", "sampler_weights"]
 KEPT_UNNAMED = 16
-"""Number of sampler weights without a name that are kept of each model, until the service ends."""
+"""Number of sampler weights without a name that are kept for each model. None outlives the
+service.
+"""
 _SCHEME = "tinker://"
 _UNNAMED = "unnamed-"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts of a saved version that need no tensors."""
+    """The data of a saved version that are not tensors: its base model, shape and
+    number of steps.
+    """
 
     base: int
-    """Checksum of the base weights."""
+    """Checksum of the base model's weights."""
     shape: Shape
     steps: int
 
 
 class Checkpoints:
-    """The saved versions of all tenants, in a folder. A tenant's paths name only its own."""
+    """The saved versions of all tenants, in one folder. A tenant can only name its own versions."""
 
     def __init__(self, folder: Path, *, base: int) -> None:
         self._folder = folder
@@ -46,8 +50,9 @@ class Checkpoints:
     def write(  # noqa: PLR0913 - the parts of a path, and what it names
         self, tenant: str, model_id: str, kind: Kind, name: str, saved: Saved, shape: Shape
     ) -> str:
-        """Write a version and return its path. Raises `Refused` if the name is taken or kept for
-        versions without a name.
+        """Write a version and return its path.
+
+        Raises `Refused` if the name is taken, or has the prefix of versions without a name.
         """
         if name.startswith(_UNNAMED):
             raise Refused(
@@ -73,7 +78,9 @@ class Checkpoints:
     def write_unnamed(
         self, tenant: str, model_id: str, number: int, saved: Saved, shape: Shape
     ) -> str:
-        """Write sampler weights without a name, and remove old ones. Return their path."""
+        """Write sampler weights without a name, and return their path. The oldest such weights are
+        deleted.
+        """
         name = f"{_UNNAMED}{number}"
         path = self._write(tenant, model_id, "sampler_weights", name, saved, shape)
         files = self._unnamed.setdefault(f"{tenant}/{model_id}", [])
@@ -83,11 +90,17 @@ class Checkpoints:
         return path
 
     def facts(self, tenant: str, path: str) -> Facts:
-        """Return the facts of a saved version. Raises `Refused` if it is not the tenant's."""
+        """Return a saved version's data without its tensors.
+
+        Raises `Refused` if the tenant has no such version, or if its base model is another one.
+        """
         return self._read(tenant, path, tensors=False)[1]
 
     def read(self, tenant: str, path: str) -> tuple[Saved, Shape]:
-        """Return a saved version. Raises `Refused` if it is not the tenant's."""
+        """Return a saved version.
+
+        Raises `Refused` if the tenant has no such version, or if its base model is another one.
+        """
         saved, facts = self._read(tenant, path, tensors=True)
         return saved, facts.shape
 
@@ -115,7 +128,7 @@ class Checkpoints:
         return Saved(adapters, moments, facts.steps), facts
 
     def _file(self, tenant: str, path: str) -> Path:
-        """Return the file of a path. Raises `Refused` for a path of another form."""
+        """Return the file for a path `tinker://...`. Raises `Refused` for a malformed path."""
         parts = path.removeprefix(_SCHEME).split("/")
         is_path = path.startswith(_SCHEME) and len(parts) == 3
         if not is_path or parts[1] not in ("weights", "sampler_weights"):

@@ -1,4 +1,4 @@
-"""The work of a tenant that its client waits for by polling."""
+"""The jobs of a tenant, whose results the client gets by polling."""
 
 import asyncio
 import logging
@@ -14,19 +14,27 @@ from unstale.rollout.endpoint.schemas import Refused
 
 _log = logging.getLogger(__name__)
 POLL_S = 20.0
-"""Seconds that a poll waits for a result. Clients end a poll after 45."""
+"""Longest time in seconds that a poll waits for a result. It is below 45, when clients give up a
+poll.
+"""
 MAX_PENDING = 2048
 MAX_PENDING_BYTES = 256 << 20
-"""Bytes of the requests that wait. Beyond that and `MAX_PENDING`, clients have to wait."""
+"""Largest total size in bytes of pending requests. Beyond it, or `MAX_PENDING`, new ones are
+refused.
+"""
 KEPT_RESULTS = 4096
 KEPT_BYTES = 256 << 20
-"""Bytes of results that are kept. Beyond that and `KEPT_RESULTS`, the oldest are dropped."""
+"""Largest total size in bytes of stored results. Beyond it, or `KEPT_RESULTS`, the oldest are
+deleted.
+"""
 Result = bytes | dict[str, Any]
-"""A message in Protocol Buffers' format, or an object of JSON."""
+"""A message in the Protocol Buffers format, or a JSON object."""
 
 
 class Jobs:
-    """The jobs of one tenant, by the id of their request. The same request is done once."""
+    """The jobs of one tenant, by the id of their request. A repeated request does not start a job
+    again.
+    """
 
     def __init__(self) -> None:
         self._tasks: OrderedDict[str, asyncio.Task[Result]] = OrderedDict()
@@ -34,9 +42,10 @@ class Jobs:
         self._sizes: dict[str, int] = {}
 
     def submit(self, request_id: str, size: int, work: Callable[[], Awaitable[Result]]) -> None:
-        """Begin a job, unless the request is known. `size` is that of its body, in bytes.
+        """Start a job, unless one with this request id exists.
 
-        Raises `Refused` if too many jobs are pending.
+        `size` is the size of the request's body in bytes. Raises `Refused` if too many jobs are
+        pending.
         """
         if request_id in self._tasks:
             return
@@ -63,14 +72,19 @@ class Jobs:
             kept -= self._sizes.pop(old, 0)
 
     async def result(self, request_id: str) -> Result | None:
-        """Return the result of a job, or None if it is not done within `POLL_S`."""
+        """Return the result of a job, or None if it has none within `POLL_S` seconds.
+
+        Raises `Refused` if there is no such job.
+        """
         task = self._find(request_id)
         await asyncio.wait({task}, timeout=POLL_S)
         task = self._find(request_id)  # it may have been cancelled meanwhile
         return task.result() if task.done() else None
 
     def cancel(self, request_id: str) -> None:
-        """Stop a job. A pass that has begun is completed."""
+        """Stop a job. A training pass that has begun is completed. Raises `Refused` for an unknown
+        job.
+        """
         self._find(request_id).cancel()
 
     def _find(self, request_id: str) -> asyncio.Task[Result]:
@@ -85,7 +99,7 @@ class Jobs:
 
 
 async def _guarded(work: Awaitable[Result]) -> Result:
-    """Return a job's result, or its error in the client's format."""
+    """Return a job's result, or the error that it raised, as an object for the client."""
     try:
         return await work
     except (Refused, ValueError) as error:

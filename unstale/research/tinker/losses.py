@@ -1,7 +1,7 @@
-"""The losses of Tinker. Each is a sum over tokens, of which the client chooses the terms.
+"""The losses of Tinker, among which the client chooses. Each is a sum over tokens.
 
-The ratio is exp(logp - behavior_logp), where behavior_logp are the client's `logprobs`: the
-log-probabilities under which it sampled.
+The ratio is exp(logp - behavior_logp), where behavior_logp is the client's `logprobs`: the
+log-probabilities under which the tokens were sampled.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from torch import Tensor
 
 Inputs = Mapping[str, Tensor]
-"""The client's values `[R]` for each of R tokens, by name."""
+"""Values `[R]` that the client sent for each of R tokens, by name."""
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Default bounds of the ratio. A client may give other ones, for all tokens or for each."""
+"""Default bounds of the ratio. A client may set other bounds, for all tokens or for each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss: the inputs that it needs for each token, its options, and its terms."""
+    """A loss: its inputs per token, its options, and the function that computes it."""
 
     needs: tuple[str, ...]
     options: Mapping[str, float]
     terms: Callable[[Tensor, Inputs], Tensor]
-    """A function of logp `[R]` and the inputs, with its options among them. Returns `[R]`."""
+    """A function of logp `[R]` and the inputs, which include the options. It returns the loss of
+    each token, `[R]`.
+    """
 
 
 def _cross_entropy(logp: Tensor, given: Inputs) -> Tensor:
@@ -44,7 +46,9 @@ def _cispo(logp: Tensor, given: Inputs) -> Tensor:
 
 
 def _dro(logp: Tensor, given: Inputs) -> Tensor:
-    """Direct Reward Optimization (arXiv 2405.19107), with a quadratic penalty of log r."""
+    """Return the loss of Direct Reward Optimization (arXiv 2405.19107), with a penalty of (log
+    r)^2.
+    """
     penalty = 0.5 * given["beta"] * (logp - given["logprobs"]).square()
     return penalty - logp * given["advantages"]
 

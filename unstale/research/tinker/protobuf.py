@@ -1,7 +1,8 @@
-"""The wire format of Protocol Buffers, as far as messages of Tinker need it.
+"""The part of the Protocol Buffers wire format that messages of Tinker use.
 
 A message is a sequence of fields. Each begins with its number and wire type in one varint:
-0 is a varint, 1 eight bytes, 2 a length and as many bytes, 5 four bytes.
+The wire type gives the value's form: 0 a varint, 1 eight bytes, 2 a length and as many bytes, 5
+four bytes.
 """
 
 import struct
@@ -9,9 +10,9 @@ from collections.abc import Sequence
 
 Value = int | float | bytes | str
 Fields = dict[int, list[int | bytes]]
-"""The values of each field of a message, by the field's number, in the order of the message.
+"""The values of a message: for each field's number, its values in the order of the message.
 
-Numbers of four or eight bytes are kept as bytes.
+Values of four or eight bytes are not converted from bytes.
 """
 _MAX_VARINT_BYTES = 10
 
@@ -39,7 +40,7 @@ def encode(*fields: tuple[int, Value]) -> bytes:
 def decode(message: int | bytes) -> Fields:
     """Return the fields of a message.
 
-    Raises ValueError if `message` is no message.
+    Raises ValueError if `message` is not a valid message.
 
     >>> decode(bytes.fromhex("08ac0212026162"))
     {1: [300], 2: [b'ab']}
@@ -69,7 +70,9 @@ def decode(message: int | bytes) -> Fields:
 
 
 def text(values: Sequence[int | bytes]) -> str:
-    """Return the last value of a field as a string. Raises ValueError if it is none."""
+    """Return the last value of a field as a string. Raises ValueError if it is not
+    a valid string.
+    """
     value = values[-1] if values else b""
     if isinstance(value, int):
         raise ValueError("a number is where a text must be")
@@ -77,8 +80,9 @@ def text(values: Sequence[int | bytes]) -> str:
 
 
 def double(values: Sequence[int | bytes]) -> float:
-    """Return the last value of a field as a number of eight bytes. Raises ValueError if it is
-    none.
+    """Return the last value of a field as a float of eight bytes.
+
+    Raises ValueError if it is not eight bytes long.
     """
     value = values[-1] if values else bytes(8)
     if isinstance(value, int) or len(value) != 8:
@@ -111,7 +115,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the varint that begins at byte `at`, and the place after it."""
+    """Return the varint that begins at byte `at`, and the index of the byte after it."""
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         if at + index >= len(data):

@@ -1,4 +1,4 @@
-"""The engine of all tenants: it samples from any version, several of them in one batch."""
+"""The engine for all tenants. It can sample from several versions in one batch."""
 
 import asyncio
 from collections import Counter, OrderedDict
@@ -14,15 +14,15 @@ from unstale.rollout.seeds import derive_seed
 
 Read = Callable[[], Awaitable[Adapters]]
 HELD = 8
-"""Number of versions whose adapters the engine holds. Unless they are in use, the least recently
-used are dropped beyond that.
+"""Number of versions whose adapters the engine holds. Beyond it, the least recently used version
+that is not in use is dropped.
 """
 CHUNK = 16
-"""Number of tokens between two searches for a text that ends a reply."""
+"""Number of tokens that are sampled between two searches for a stop text."""
 
 
 class Sampler:
-    """An engine with the adapters of versions, which are added when they are first used."""
+    """An engine that holds the adapters of several versions, each loaded when it is first used."""
 
     def __init__(
         self,
@@ -38,14 +38,16 @@ class Sampler:
         self._ends = policy.ends
         self._max_context = max_context
         self._held: OrderedDict[str, int] = OrderedDict()
-        """The engine's number of each version that it holds. Version 0 is the base."""
+        """For each version in the engine, by its unique name: the engine's number for it. Version 0
+        is the base model.
+        """
         self._added = 0
         self._in_use = Counter[int]()
         self._changing = asyncio.Lock()
         self._starts = 0
 
     async def start(self) -> None:
-        """Start the engine, or start it again after its end. It then holds only the base."""
+        """Start the engine, or restart it after a crash. It then holds only the base model."""
         self._starts += 1
         self._held.clear()
         await self._engine.start()
@@ -58,11 +60,11 @@ class Sampler:
     async def sample(
         self, version: str, read: Read | None, request: Sampling, seed: int
     ) -> list[tuple[Sampled, str]]:
-        """Return `request.count` replies, each with the reason of its end.
+        """Return `request.count` replies, each with the reason why it ended.
 
-        `read` returns the adapters of the version with the unique name `version`, and is called
-        if the engine does not hold them. None is the base. If the engine ends, it is started
-        again, and the replies are sampled anew, once.
+        `read` returns the adapters of the version with the unique name `version`. It is called if
+        the engine does not hold them. If `read` is None, the base model samples. If the engine
+        dies, it is restarted once and the replies are sampled again.
         """
         starts = self._starts
         try:
@@ -82,7 +84,7 @@ class Sampler:
 
     @asynccontextmanager
     async def _holding(self, version: str, read: Read | None) -> AsyncIterator[int]:
-        """Return a context in which the engine holds a version, as the number that it yields."""
+        """Yield the engine's number of a version, which the engine holds until the context ends."""
         if read is None:
             yield 0
             return
@@ -111,7 +113,9 @@ class Sampler:
         await self._engine.keep_versions([0, *self._held.values()])
 
     async def _reply(self, request: Sampling, number: int, seed: int) -> tuple[Sampled, str]:
-        """Sample one reply. A text that ends it is found every `CHUNK` tokens."""
+        """Return one reply and the reason why it ended. It is searched for a stop text every
+        `CHUNK` tokens.
+        """
         limit = min(request.max_tokens, self._max_context - len(request.tokens))
         ends = request.stop_tokens
         ends = self._ends if ends is None else (*self._ends, *ends) if ends else ()
@@ -141,9 +145,10 @@ class Sampler:
                 return piece, "stop" if length else reply.stop
 
     def _text_end(self, tokens: Sequence[int], before: int, texts: Sequence[str]) -> int:
-        """Return the number of tokens up to the end of the first of `texts`. 0: there is none.
+        """Return the number of tokens up to the end of the first stop text of `texts`; 0 if there
+        is none.
 
-        The first `before` tokens contain none.
+        The first `before` tokens are known to contain none.
         """
         if not texts:
             return 0

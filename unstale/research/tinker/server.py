@@ -1,4 +1,4 @@
-"""The HTTP server of the service. Every request must have a tenant's token."""
+"""The HTTP server of the service. Every request must carry the token of a tenant."""
 
 import asyncio
 import hashlib
@@ -40,7 +40,7 @@ from unstale.rollout.endpoint.server import REQUEST_TIMEOUT_S, RecordingEndpoint
 
 MAX_BODY_BYTES = 32 << 20
 PREFIX = "tml-"
-"""The beginning of every token. Tinker's client refuses others."""
+"""Prefix of every tenant's token. Tinker's client refuses tokens without it."""
 _ALPHA = 32.0
 _MAX_RUNNING = 64
 
@@ -50,12 +50,17 @@ def new_token() -> str:
 
 
 class TinkerEndpoint(RecordingEndpoint):
-    """A server for Tinker's client, with the limits on connections of the endpoint of agents."""
+    """An HTTP server for Tinker's client, with the same limits on connections as the agents'
+    endpoint.
+    """
 
     def __init__(
         self, service: Service, tokens: Sequence[str], config: EndpointConfig, *, port: int = 0
     ) -> None:
-        """Serve each of the `tokens` as a tenant. Raises `ConfigError` for a weak token."""
+        """Create a server with a tenant for each of the `tokens`.
+
+        Raises `ConfigError` for a token that is too easy to guess.
+        """
         super().__init__(config, token=tokens[0], port=port)
         for token in tokens:
             if not token.startswith(PREFIX):
@@ -145,7 +150,7 @@ def _route(
 
 
 async def _receive(request: Request) -> bytes:
-    """Return the body of a request. Raises `Refused` if it is too large, slow or compressed."""
+    """Return the body of a request. Raises `Refused` if it is too large, too slow or compressed."""
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise Refused(f"Content-Encoding {encoding[:60]!r} is not supported", status=415)
@@ -175,7 +180,7 @@ async def _not_found(request: Request, error: HTTPException) -> Response:
 
 
 class TinkerServer:
-    """A model with trainer, engine and HTTP server. Everything runs inside `async with`."""
+    """A complete service: model, trainer, engine and HTTP server. It runs inside `async with`."""
 
     def __init__(  # noqa: PLR0913 - the options of the command
         self,
@@ -191,11 +196,11 @@ class TinkerServer:
         config: EndpointConfig | None = None,
         port: int = 0,
     ) -> None:
-        """Load the model. Saved versions are in `folder`.
+        """Load the model. Saved versions are stored in `folder`.
 
-        `name` is the base model's name for clients, by default its path. 0 threads are all cores of
-        the process. Raises `ConfigError` for a model that cannot have adapters or is too short for
-        `max_context`.
+        `name` is the base model's name for clients, by default its path. `threads` is the number of
+        CPU threads; 0 means all cores of the process. Raises `ConfigError` for a model that cannot
+        have adapters, or whose context is shorter than `max_context`.
         """
         threads = threads or len(os.sched_getaffinity(0))
         self._thread = ThreadPoolExecutor(1, "trainer", partial(torch.set_num_threads, threads))
@@ -246,7 +251,7 @@ class TinkerServer:
 
 
 def serve(model: Path, folder: Path, tokens: Sequence[str], **options: Any) -> None:
-    """Serve a model until Ctrl-C. Print the base URL and the tenants' tokens."""
+    """Serve a model until Ctrl-C. Print the base URL and the tokens of the tenants."""
     limit_threads()
     console = Console(soft_wrap=True)
     server = TinkerServer(model, folder, tokens, **options)

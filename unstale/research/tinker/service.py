@@ -1,4 +1,4 @@
-"""The service: what each request does, for each tenant."""
+"""The service: an implementation of each request, separately for each tenant."""
 
 import asyncio
 import math
@@ -26,10 +26,12 @@ from unstale.rollout.endpoint.schemas import Refused
 from unstale.rollout.seeds import derive_seed
 
 MAX_RUNS = 32
-"""Number of training runs that a tenant may have at once."""
+"""Largest number of training runs of a tenant at the same time."""
 MAX_SESSIONS = 1000
 IDLE_S = 600.0
-"""Seconds without a sign of life after which a session gives way to new ones."""
+"""Seconds without a request or heartbeat after which a session may be ended to make room for a new
+one.
+"""
 ADAM = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -38,11 +40,12 @@ ADAM = {
     "weight_decay": 0.0,
     "grad_clip_norm": 0.0,
 }
-"""The client's defaults of AdamW. A `grad_clip_norm` of 0 clips nothing."""
+"""The client's default options of AdamW. A `grad_clip_norm` of 0 means no clipping."""
 _LEAST = {"eps": 1e-30}
-"""Smallest values of AdamW's options; 0 for the others. With eps 0, unused rows would be 0 / 0."""
+"""Smallest values of AdamW's options; 0 for those not listed. With eps 0, rows without a gradient
+would become 0 / 0.
+"""
 _MOST_RATE = 1e3
-"""Largest learning rate."""
 _NOTE = "the output layer has no adapter: train_unembed has no effect"
 
 Body = Mapping[str, Any]
@@ -52,19 +55,19 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class SamplingSession:
-    """A version to sample from. `path` None is the base model."""
+    """The version from which a client samples: its path, or None for the base model."""
 
     path: str | None
 
 
 class Tenant:
-    """The jobs, sessions and training runs of one token."""
+    """The jobs, sessions and training runs of the owner of one token."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.jobs = Jobs()
         self.seen: dict[str, float] = {}
-        """The time of the last sign of life of each session."""
+        """For each session, the time of its last request or heartbeat."""
         self.runs: dict[str, TrainingRun] = {}
         self.samplers: dict[str, SamplingSession] = {}
 
@@ -75,12 +78,15 @@ class Tenant:
         return self._get(self.samplers, sampler_id, "sampling session")
 
     def touch(self, session_id: str) -> None:
-        """Note a sign of life. Raises `Refused` for an unknown session."""
+        """Record that a session is in use. Raises `Refused` for an unknown session."""
         self._get(self.seen, session_id, "session")
         self.seen[session_id] = time.monotonic()
 
     def add_session(self) -> str:
-        """Begin a session and return its id. Raises `Refused` if there are too many."""
+        """Begin a session and return its id.
+
+        Raises `Refused` if there are too many, of which none is idle.
+        """
         if len(self.seen) >= MAX_SESSIONS:
             self._drop_idle()
         if len(self.seen) >= MAX_SESSIONS:
@@ -116,9 +122,9 @@ class Tenant:
 
 
 class Service:
-    """One trainer and one engine for all tenants.
+    """The operations of all tenants on one trainer and one engine.
 
-    Passes of the trainer run one after another, in the order of their requests.
+    Passes of the trainer run one at a time, in the order of their requests.
     """
 
     def __init__(
@@ -130,7 +136,10 @@ class Service:
         *,
         facts: Mapping[str, Any],
     ) -> None:
-        """Serve the base model with these `facts`: name, tokenizer and largest context."""
+        """Create a service for the base model.
+
+        `facts` are given to clients: name, tokenizer and largest context.
+        """
         self._trainer = trainer
         self._sampler = sampler
         self._checkpoints = checkpoints
@@ -198,7 +207,7 @@ class Service:
         return self._submit(tenant, f"{model_id}:unload", unload)
 
     def train(self, tenant: Tenant, request: Training, size: int) -> Answer:
-        """Begin a forward pass, with gradients unless it is `forward_only`."""
+        """Start a forward pass of a run, with gradients unless the request is `forward_only`."""
         run = tenant.run(request.model_id)
 
         def work() -> Result:
@@ -228,7 +237,9 @@ class Service:
         return self._submit(tenant, _request_id(body), step)
 
     async def save_weights(self, tenant: Tenant, body: Body) -> Answer:
-        """Save adapters and AdamW's state under a name."""
+        """Save a run's adapters and AdamW's state under the name `path`, by default the number of
+        steps.
+        """
         model_id = field(body, "model_id", str)
         run = tenant.run(model_id)
         name = field(body, "path", str, "")
@@ -242,7 +253,9 @@ class Service:
         return self._submit(tenant, _request_id(body), save)
 
     async def save_weights_for_sampler(self, tenant: Tenant, body: Body) -> Answer:
-        """Save adapters, under a name, or for a new sampling session."""
+        """Save a run's adapters under the name `path`, or without a name for a new sampling
+        session.
+        """
         model_id = field(body, "model_id", str)
         run = tenant.run(model_id)
         name = field(body, "path", str, "")
@@ -265,7 +278,7 @@ class Service:
         return self._submit(tenant, _request_id(body), save)
 
     async def load_weights(self, tenant: Tenant, body: Body) -> Answer:
-        """Load a saved version into a model, or into a new one."""
+        """Load a saved version into a training run, or into a new one."""
         path = field(body, "path", str)
         with_optimizer = field(body, "optimizer", bool)
         model_id = field(body, "model_id", str, "")
@@ -320,7 +333,9 @@ class Service:
         return {"sampler_id": sampler_id, "base_model": self._model, "model_path": path}
 
     async def sample(self, tenant: Tenant, body: Body) -> Answer:
-        """Begin to sample replies, and to score the prompt if the request wants it."""
+        """Start to sample replies, and to compute the prompt's log-probabilities if they are
+        requested.
+        """
         sampler_id = field(body, "sampling_session_id", str)
         session = tenant.sampler(sampler_id)
         request = read_sampling(body)
@@ -367,7 +382,9 @@ class Service:
     def _submit(
         self, tenant: Tenant, request_id: str, work: Callable[[], Result], size: int = 0
     ) -> Answer:
-        """Let the trainer's thread do the work after all earlier work."""
+        """Queue work for the trainer's thread, which does all work in order. Return the request's
+        id.
+        """
         tenant.jobs.submit(request_id, size, lambda: self._in_thread(work))
         return {"request_id": request_id}
 
@@ -387,6 +404,6 @@ class Service:
 
 
 def _request_id(body: Body) -> str:
-    """Return the id of a request. A request that is sent twice has one id."""
+    """Return the id of a request. It is the same if the client sends the request again."""
     number = field(body, "seq_id", int, None)
     return f"{field(body, 'model_id', str)}:{number or secrets.token_hex(8)}"

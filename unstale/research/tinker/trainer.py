@@ -1,7 +1,7 @@
 """The trainer of all tenants: one model, whose adapters are exchanged for each request.
 
-Every tenant's adapters have the same number of rows, `max_rank`. Those of a smaller rank end with
-zeros, which get no gradient and stay zero. So adapters of all ranks fit one model and one engine.
+All adapters have `max_rank` rows. Those of a smaller rank are padded with rows of zeros, which get
+no gradient and stay zero. So adapters of all ranks fit one model and one engine.
 """
 
 import math
@@ -25,12 +25,12 @@ from unstale.rollout.endpoint.schemas import Refused
 
 MAX_TOKENS_PER_PASS = 4096
 Adapters = Mapping[str, Tensor]
-"""LoRA adapters by name, float32. Tensors of a version are never changed."""
+"""LoRA adapters by name, float32. The tensors of a saved version never change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The adapters that a tenant asked for."""
+    """The rank and the layers of the adapters that a tenant asked for."""
 
     rank: int
     seed: int
@@ -38,13 +38,13 @@ class Shape:
     train_attn: bool = True
 
     def trains(self, name: str) -> bool:
-        """Return True if the adapter with this name is trained."""
+        """Return True if a run of this shape trains the adapter `name`."""
         return self.train_mlp if ".mlp." in name else self.train_attn
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The state of a training run: adapters, and AdamW's moments with their number of steps."""
+    """The state of a training run: adapters, AdamW's moments, and the number of optimizer steps."""
 
     adapters: Adapters
     moments: Mapping[str, Tensor] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Saved:
 
 
 class TrainingRun:
-    """The adapters that a tenant trains, with gradients and AdamW's state."""
+    """A tenant's training run: adapters, their gradients and AdamW's state."""
 
     def __init__(self, shape: Shape, adapters: Adapters, device: torch.device) -> None:
         self.shape = shape
@@ -64,7 +64,7 @@ class TrainingRun:
         self.steps = 0
 
     def require_shape(self, saved: Shape, path: str) -> None:
-        """Raise `Refused` unless saved adapters have this run's rank and layers."""
+        """Raise `Refused` unless the adapters saved at `path` have this run's rank and layers."""
         for name in ("rank", "train_mlp", "train_attn"):
             if getattr(saved, name) != getattr(self.shape, name):
                 raise Refused(
@@ -73,11 +73,11 @@ class TrainingRun:
                 )
 
     def adapters(self) -> dict[str, Tensor]:
-        """Return a copy of the adapters on the CPU, which later steps do not change."""
+        """Return a copy of the adapters on the CPU. Later optimizer steps do not change it."""
         return {name: each.detach().to("cpu", copy=True) for name, each in self.parameters.items()}
 
     def save(self) -> Saved:
-        """Return a copy of the whole state, on the CPU."""
+        """Return a copy of the whole state on the CPU."""
         moments = {
             f"{kind}/{name}": state[kind].to("cpu", copy=True)
             for name, each in self.parameters.items()
@@ -91,7 +91,7 @@ class TrainingRun:
 
     @torch.no_grad()
     def load(self, saved: Saved, *, with_optimizer: bool) -> None:
-        """Replace the adapters, drop gradients, and restore or reset AdamW's state.
+        """Replace the adapters and drop gradients. Restore AdamW's state, or reset it.
 
         Raises `Refused` if the saved adapters do not fit.
         """
@@ -116,10 +116,10 @@ class TrainingRun:
             }
 
     def step(self, options: Mapping[str, float]) -> dict[str, float]:
-        """Take a step of AdamW with the sum of the gradients since the last one.
+        """Take a step of AdamW with the sum of all gradients since the last step.
 
-        Return the norm of that sum. Raises `Refused`, and drops the gradients, if one is not
-        finite.
+        Return a metric, the norm of that sum. Raises `Refused` if there is no gradient. If the norm
+        is not finite, the gradients are dropped and `Refused` is raised, too.
         """
         gradients = [each.grad for each in self.parameters.values() if each.grad is not None]
         if not gradients:
@@ -140,7 +140,7 @@ class TrainingRun:
 
 
 class Trainer:
-    """A model whose passes serve all tenants. Only one thread may call it."""
+    """One model that serves the passes of all tenants. Only one thread may call it."""
 
     def __init__(self, policy: Policy, *, max_context: int) -> None:
         if not policy.has_plain_head:
@@ -159,10 +159,12 @@ class Trainer:
             name: torch.zeros_like(each, dtype=torch.float32, device="cpu")
             for name, each in policy.weights().items()
         }
-        """The adapters that change nothing."""
+        """Adapters of zeros, which leave the base model unchanged."""
 
     def create(self, shape: Shape) -> TrainingRun:
-        """Return a new run. A is random, as in `unstale.model.lora`, and B is 0."""
+        """Return a new run. The LoRA matrices A are random, as in `unstale.model.lora`, and B are
+        0.
+        """
         noise = torch.Generator().manual_seed(shape.seed)
         adapters = {name: each.clone() for name, each in self.base.items()}
         for name, each in adapters.items():
@@ -174,10 +176,11 @@ class Trainer:
     def forward_backward(
         self, run: TrainingRun, request: Training
     ) -> tuple[list[Tensor], dict[str, float]]:
-        """Return the log-probability of each target, `[N]` for each sequence, and the loss.
+        """Return the log-probabilities of the targets, `[N]` per sequence, and the loss's metrics.
 
-        Unless the request is `forward_only`, the loss's gradient is added to the run's. If a pass
-        fails, the run does not change. Raises `Refused` for tokens that the model does not have.
+        Unless the request is `forward_only`, the loss's gradient is added to the run's gradients.
+        If a pass fails, the run does not change. Raises `Refused` for tokens outside the
+        vocabulary.
         """
         for index, datum in enumerate(request.data):
             self.require_tokens((*datum.tokens, *datum.targets.tolist()), f"data[{index}]")
@@ -206,9 +209,9 @@ class Trainer:
         return logps, {"loss:sum": total}
 
     def prompt_logps(self, adapters: Adapters, tokens: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token of a prompt under a version.
+        """Return the log-probability of each token of a prompt under the given adapters.
 
-        That of the first one is NaN.
+        That of the first token is NaN.
         """
         self._policy.load_weights(adapters)
         packed = Packed(torch.tensor(tokens), (0, len(tokens)))
@@ -217,7 +220,7 @@ class Trainer:
         return [math.nan, *logp[1:].tolist()]
 
     def require_tokens(self, tokens: Sequence[int], where: str) -> None:
-        """Raise `Refused` if a token is not in the vocabulary, or there is none."""
+        """Raise `Refused` if there is no token, or if one is outside the vocabulary."""
         if not tokens:
             raise Refused(f"{where} has no tokens")
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
@@ -225,15 +228,15 @@ class Trainer:
             raise Refused(f"{where} has the token {wrong}, not one of 0 to {self.vocab_size - 1}")
 
     def require_length(self, length: int, where: str) -> None:
-        """Raise `Refused` if a sequence is longer than the largest context."""
+        """Raise `Refused` if `length` exceeds the model's largest context."""
         if length > self._max_context:
             raise Refused(f"{where} has {length} tokens, more than {self._max_context}")
 
     def _passes(self, data: Sequence[Datum]) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Run the forward passes of sequences.
 
-        Yield the indices of each pass's sequences, and the log-probabilities of all their targets,
-        end to end. A target may be another token than the next input.
+        Yield for each pass the indices of its sequences, and the log-probabilities of all their
+        targets, concatenated. A target may differ from the next input token.
         """
         rows = [torch.tensor([*datum.tokens, 0]) for datum in data]  # the last has no successor
         offsets = [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
@@ -250,7 +253,7 @@ class Trainer:
 
 
 def _inputs(request: Training, members: Sequence[int], logp: Tensor) -> dict[str, Tensor]:
-    """Return the loss's inputs for the tokens of a pass, `[R]` each."""
+    """Return the inputs of the loss for the tokens of one pass, `[R]` each, by name."""
     loss = LOSSES[request.loss]
     data = [request.data[index] for index in members]
     found = {

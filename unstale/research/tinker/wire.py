@@ -1,4 +1,4 @@
-"""Requests and results in the format of Tinker's client, version 0.38."""
+"""Conversion of requests and results from and to the format of Tinker's client, version 0.38."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from unstale.rollout.endpoint.schemas import MAX_STOPS, Refused
 
 TARGETS = "target_tokens"
 _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
-"""NumPy's name of each number format of a tensor: float32, int64 and int32."""
+"""For each number format of a tensor in a request, NumPy's name: float32, int64 or int32."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _STOPS = {"stop": 0, "length": 1}
 _MAX_TOKENS = 1 << 30
 _LEAST_TEMPERATURE = 1e-3
 _MAX_STOP_TEXT = 1000
-"""Largest number of characters of a text at which a reply ends."""
+"""Largest number of characters of a stop text."""
 _NO_EXTRAS = (
     "topk_prompt_logprobs",
     "topk_sample_logprobs",
@@ -30,18 +30,18 @@ _NO_EXTRAS = (
     "prompt_alt_tokens_k",
     "record_stability_info",
 )
-"""Fields of a sampling request that must be missing, 0 or false."""
+"""Fields of a sampling request that are not supported. They must be missing, 0 or false."""
 
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """A sequence to train on: N input tokens, and for each the target that follows it."""
+    """A sequence to train on: N input tokens, and for each position its target token."""
 
     tokens: tuple[int, ...]
     targets: Tensor
-    """`[N]` int64."""
+    """The target tokens, `[N]` int64."""
     inputs: Mapping[str, Tensor]
-    """`[N]` float32 each: the loss's inputs by name."""
+    """The inputs of the loss, by name, `[N]` float32 each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A request for `count` replies, or for log-probabilities of the prompt."""
+    """A request for `count` replies, or for log-probabilities of its prompt."""
 
     tokens: tuple[int, ...]
     count: int
@@ -66,16 +66,20 @@ class Sampling:
     temperature: float
     seed: int | None
     stop_tokens: tuple[int, ...] | None
-    """None: only the model's own ends. Empty: no end but `max_tokens`."""
+    """Tokens that end a reply. None: only the model's own end tokens. Empty: only `max_tokens` ends
+    it.
+    """
     stop_texts: tuple[str, ...]
     scored: int | None
-    """Number of tokens at the prompt's end whose log-probabilities are wanted. None: no answer."""
+    """Number of tokens at the end of the prompt whose log-probabilities are requested. None: not
+    requested.
+    """
 
 
 def field(body: Mapping[str, Any], name: str, kind: type, default: Any = ...) -> Any:
     """Return a field of a request. Raises `Refused` if it is missing or of another type.
 
-    Without `default` the field is needed. null counts as missing.
+    With a `default`, the field may be missing. null counts as missing.
     """
     value = body.get(name)
     if value is None:
@@ -94,7 +98,7 @@ def field(body: Mapping[str, Any], name: str, kind: type, default: Any = ...) ->
 
 
 def checkpoint_name(name: str) -> str:
-    """Return the name of a checkpoint. Raises `Refused` for one that is no safe file name."""
+    """Return the name of a checkpoint. Raises `Refused` if it is not safe as a file name."""
     if not _NAME.fullmatch(name):
         raise Refused(
             f"path must be up to 128 letters, digits, '.', '_' or '-', got {name[:140]!r}",
@@ -125,7 +129,7 @@ def read_training(data: bytes) -> Training:
 
 
 def _options(body: protobuf.Fields) -> dict[str, float]:
-    """Return the options of a loss. The second map, if there is one, replaces the first."""
+    """Return the options of a loss by name. Of two maps of them, the second is used."""
     options = {}
     for entry in map(protobuf.decode, body.get(5, [])):
         options[protobuf.text(entry.get(1, []))] = protobuf.double(entry.get(2, []))
@@ -260,9 +264,9 @@ def _integers(values: Any, name: str) -> list[int]:
 def sample_result(
     replies: Sequence[tuple[Sampled, str]], prompt_logps: Sequence[float] | None
 ) -> bytes:
-    """Return a SampleResponse: replies with the reason of their end, and the prompt's values.
+    """Return a SampleResponse: replies with the reasons why they ended, and the prompt's values.
 
-    A value that was not computed is NaN.
+    Values of the prompt that were not computed are NaN.
     """
     fields: list[tuple[int, protobuf.Value]] = []
     for piece, stop in replies:
@@ -275,7 +279,7 @@ def sample_result(
 
 
 def training_result(logps: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """Return a ForwardBackwardOutput with each sequence's log-probabilities, `[N]` each."""
+    """Return a ForwardBackwardOutput: log-probabilities of each sequence, `[N]`, and metrics."""
     ends = np.cumsum([0, *(4 * len(each) for each in logps)]).astype("<i8")
     data = b"".join(each.numpy().astype("<f4").tobytes() for each in logps)
     values = protobuf.encode((1, data), (2, ends.tobytes()), (3, 1))

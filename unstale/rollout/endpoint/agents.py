@@ -21,8 +21,8 @@ from unstale.rollout.transcript import NotReplayed, Transcript
 class AgentRollout(Rollout):
     """Runs episodes of external agents, which call the policy through an HTTP `endpoint`.
 
-    If an agent edits the history that it sends, a branch begins: a further conversation of the
-    episode. `on_event` is then called with `"forked"` and details.
+    A branch is a further conversation of an episode. It begins when an agent edits the history that
+    it sends. `on_event` is then called with `"forked"` and details as keyword arguments.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class AgentRollout(Rollout):
         limit: TurnLimit | None,
         budget_use: BudgetUse,
     ) -> Trajectory:
-        """Run an agent to its end. Return its calls as one trajectory.
+        """Run an agent to its end. Return its calls as one trajectory, with further conversations
+        as branches.
 
-        Further conversations of the agent are branches of the trajectory. `limit` and the segments
-        of `budget_use` do not apply, because a run of agents refuses the techniques that set them.
-        Raises `EpisodeFailed` if the agent fails, and `NotReplayed` if it does not repeat its
-        recorded calls after a resume.
+        Of the techniques' limits, only `reply_tokens` of `budget_use` applies. The others are
+        refused in runs of agents. Raises `EpisodeFailed` if the agent fails, and `NotReplayed` if a
+        resumed agent does not repeat its recorded calls.
         """
         with stage("begin", self.config.timeout_s):
             caller = await self.make_env(task, env_seed)
@@ -83,9 +83,9 @@ class AgentRollout(Rollout):
 
     @asynccontextmanager
     async def _worker_of(self, env: ExternalEnv) -> AsyncIterator[None]:
-        """Start the worker process of an isolated agent, and release it after the context.
+        """Return a context in which the worker process of an isolated agent runs.
 
-        `rollout.timeout_s` excludes the start.
+        `rollout.timeout_s` does not include the start of the process.
         """
         if not implements(env, HasWorker):
             yield
@@ -100,7 +100,7 @@ class AgentRollout(Rollout):
 
 
 def _require_roles(turn: Turn, roles: Sequence[str]) -> None:
-    """Raise `EnvError` for a reward of a role that the task set does not have."""
+    """Raise `EnvError` if a reward belongs to a role that the task set does not have."""
     for name in turn.rewards if roles else ():
         if "/" in name and name.partition("/")[0] not in roles:
             raise EnvError(
@@ -118,8 +118,8 @@ async def _open_both(
 
 
 def _trajectory(session: AgentSession, task: Task, turn: Turn, *, stop: Stop) -> Trajectory:
-    """Return the attempt as a trajectory with its branches (conversations). Write their outcomes to
-    the journal.
+    """Return the attempt as a trajectory, and write the outcome of each conversation to the
+    journal.
     """
     for transcript in session.transcripts:
         transcript.require_replayed()

@@ -1,4 +1,4 @@
-"""The endpoint's answers to chat and text requests, sent whole or as a stream."""
+"""The endpoint's answers to requests, sent as one JSON object or as a stream of events."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from unstale.rollout.endpoint.wire import Choice, CompletionRequest
 Fields = dict[str, Any]
 Answer = asyncio.Task[list[Choice] | Refused]
 Texts = asyncio.Queue[tuple[int, str] | None]
-"""A queue of `(index of a choice, its text so far)`, with an entry each time a text grows. None
+"""A queue of pairs (index of a choice, its whole text so far), one each time a text grows. None
 ends it. A choice is one of the `n` answers that a request asks for.
 """
 
@@ -29,38 +29,38 @@ ends it. A choice is one of the `n` answers that a request asks for.
 def json_response(
     record: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return a JSON response in ASCII, since UTF-8 cannot encode one half of a surrogate pair."""
+    """Return a JSON response. It is ASCII, since UTF-8 cannot encode one half of a surrogate
+    pair.
+    """
     return Response(json.dumps(record), status, headers, "application/json")
 
 
 class AnswerFormat:
-    """The JSON format of answers to `/completions`.
-
-    Subclasses have the formats of other requests.
-    """
+    """The JSON format of answers to `/completions`. Subclasses define those to other paths."""
 
     id_prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
-    """Values of OpenAI's field `object`: in a plain answer, and in each chunk of a stream."""
+    """Values of OpenAI's field `object`: in a whole answer, and in each event of a stream."""
     opening: ClassVar[Fields] = {}
-    """Fields with which each choice begins in a stream. Empty if no event announces a choice."""
+    """Fields with which a stream begins each of the answers asked for (choices). Empty for no such
+    event.
+    """
     logprobs_of = staticmethod(wire.text_logprobs)
     last = "[DONE]"
-    """The data of the last event of a stream. Empty if there is none."""
+    """Data of the event that ends a stream. Empty if there is no such event."""
 
     def __init__(self, model: str, chat: Chat) -> None:
         self._chat = chat
         self.num_prompt_tokens = 0
-        """Number of tokens of the prompt. It is set before the first event of a stream."""
+        """Number of tokens of the prompt. 0 until the first event of a stream is due."""
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.model = model
         self._sent: defaultdict[int, dict[str, str]] = defaultdict(dict)
-        """By the index of a choice, then by the name of its field: the text that was sent so far.
-        """
+        """Index of an answer -> name of a field -> text that the stream has sent in this field."""
 
     def whole(self, choices: list[Choice], request: CompletionRequest) -> Fields:
-        """Return the whole answer to a request that is not streamed."""
+        """Return the answer to a request without streaming."""
         return self._message(
             [
                 self.choice(
@@ -81,9 +81,9 @@ class AnswerFormat:
             yield self._part(index, self.opening)
 
     def grow(self, index: int, text: str, request: CompletionRequest) -> Iterator[Fields]:
-        """Yield an event for each content field of which more text can be sent now.
+        """Yield an event for each content field of which more text can be sent.
 
-        `text` is the whole text so far of the choice with this index.
+        `text` is the whole text so far of the answer number `index` among those asked for.
         """
         sent = self._sent[index]
         for name, known in self.final_text(text, request).items():
@@ -93,7 +93,9 @@ class AnswerFormat:
                 sent[name] = known
 
     def end(self, choices: list[Choice], request: CompletionRequest) -> Iterator[Fields]:
-        """Yield the events that end a stream: unsent content, reason of the end, token counts."""
+        """Yield the events that end a stream: unsent content, reasons of the end, numbers of
+        tokens.
+        """
         for index, choice in enumerate(choices):
             for part in _unsent(self.content_of(choice), self._sent[index]):
                 yield self._part(index, part)
@@ -103,7 +105,7 @@ class AnswerFormat:
 
     @staticmethod
     def error(refused: Refused) -> Fields:
-        """Return the body of an answer that is an error."""
+        """Return the body of an error answer."""
         return refused.body()
 
     def fail(self, refused: Refused) -> Fields:
@@ -120,9 +122,9 @@ class AnswerFormat:
     def choice(
         self, index: int, content: Fields, end: Fields | None = None, *, streamed: bool
     ) -> Fields:
-        """Return one choice of an answer, or the part of a streamed choice that adds `content`.
+        """Return one of the answers asked for, or the part of a streamed one that adds `content`.
 
-        `end` has the fields of `end_of`. Only the last part of a choice has them.
+        `end` has the fields that only the last part of an answer has (see `end_of`).
         """
         return {"index": index, "text": "", **content, **(end or _NO_END)}
 
@@ -130,14 +132,14 @@ class AnswerFormat:
         return {"text": choice.message.message.content}
 
     def end_of(self, choice: Choice, *, logprobs: bool) -> Fields:
-        """Return the fields that follow the content of a choice, such as the reason of its end."""
+        """Return the fields that follow the content of an answer, such as `finish_reason`."""
         return {
             "finish_reason": choice.finish,
             "logprobs": self.logprobs_of(choice.tokens) if logprobs else None,
         }
 
     def final_text(self, text: str, request: CompletionRequest) -> dict[str, str]:
-        """Return the beginning of each content field that cannot change when more text follows."""
+        """Return, by content field, the beginning of `text` that further tokens cannot change."""
         return {"text": _without_open_end(text, request)}
 
 
@@ -172,9 +174,8 @@ class ChatFormat(AnswerFormat):
 
 
 class AnswerResponse(Response):
-    """The HTTP response to a call.
-
-    If the client disconnects, the sampling of the reply is cancelled.
+    """The HTTP response to a request for an answer. Sampling is cancelled if the client
+    disconnects.
     """
 
     def __init__(
@@ -224,8 +225,8 @@ class AnswerResponse(Response):
     ) -> None:
         """Send an answer as server-sent events.
 
-        Text is sent once it cannot become part of a tool call or stop text. Everything else is sent
-        at the end.
+        Text is sent as soon as it cannot become part of a tool call or of a stop text. All else is
+        sent at the end.
         """
         form = self._format
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -270,7 +271,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _unsent(content: Fields, sent: Mapping[str, str]) -> list[Fields]:
-    """Return the parts of a choice's content that have not been sent in the stream."""
+    """Return the parts of an answer's content that the stream has not sent. `sent` is field -> sent
+    text.
+    """
     parts: list[Fields] = []
     for name in ("reasoning_content", "content", "text"):
         if unsent := (content.get(name) or "")[len(sent.get(name, "")) :]:
@@ -281,9 +284,9 @@ def _unsent(content: Fields, sent: Mapping[str, str]) -> list[Fields]:
 
 
 def _without_open_end(text: str, request: CompletionRequest) -> str:
-    """Return a text without an end that may become part of a character or of a stop text.
+    """Return a text without an end that may become part of a character or a stop text.
 
-    Empty if the text contains a stop text.
+    Empty if the text has a stop text.
     """
     if any(stop in text for stop in request.stops):
         return ""

@@ -1,4 +1,4 @@
-"""A check that an external agent can be trained, killed and resumed."""
+"""Check that an external agent can be trained, interrupted and resumed."""
 
 import asyncio
 import threading
@@ -19,9 +19,9 @@ from unstale.rollout.generator import Generator
 _REPLY_START = "<|im_start|>assistant\n"
 _UNLIMITED = 1 << 30
 _KEPT = ("asyncio_", "hook")
-"""Beginnings of the names of threads that are kept for later calls, and so count as no leak."""
+"""Prefixes of the names of threads that are reused later and so are no leak."""
 _END_S = 1.0
-"""Longest time in seconds until threads, tasks and connections of an episode have ended."""
+"""Seconds that threads, tasks and connections of an episode have to end."""
 
 
 def check_agent(  # noqa: PLR0913 - the agent, what it gets and its limits
@@ -33,13 +33,12 @@ def check_agent(  # noqa: PLR0913 - the agent, what it gets and its limits
     seed: int = 0,
     timeout_s: float = 30.0,
 ) -> None:
-    """Check an agent on one task, with scripted replies.
+    """Check with scripted replies, on one task, that an agent can be trained.
 
-    Raises AssertionError if it cannot be trained.
-
-    The agent runs twice, and once with only one call allowed. The n-th reply of each conversation
-    is `replies[n]`, and the last reply is repeated. A tool call is written `<tool_call>{"name":
-    ..., "arguments": {...}}</tool_call>`. `roles` are those of `ExternalAgent`.
+    The agent runs twice, and then once with only one call allowed. The n-th reply of each
+    conversation is `replies[n]`, and the last one is repeated. A reply calls a tool with
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. `roles` are those of
+    `ExternalAgent`. Raises AssertionError with the reason if the agent cannot be trained.
     """
     tasks = ExternalAgent(agent, [task], roles=roles, timeout_s=timeout_s)
     asyncio.run(_check(tasks, replies, seed))
@@ -83,9 +82,8 @@ async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> Non
 
 
 async def _scripted_generator(replies: Sequence[str]) -> Generator:
-    """Return a generator whose engine answers with `replies[n]` as n-th reply of a conversation.
-
-    The last reply is repeated.
+    """Return a generator that gives `replies[n]` as n-th reply of a conversation, then the last
+    one.
     """
     chat = Chat(load_tokenizer(SHIPPED_POLICY), ())
     reply_start = chat.encode(_REPLY_START)
@@ -112,7 +110,7 @@ async def _count_held(
 ) -> dict[str, int]:
     """Count threads, tasks and connections shortly after an episode, to find leaks.
 
-    With `allowed`, wait up to `_END_S` seconds until no count is higher.
+    With `allowed`, wait until no count exceeds the allowed one, but at most `_END_S` seconds.
     """
     until = asyncio.get_running_loop().time() + _END_S
     while True:

@@ -1,9 +1,9 @@
-"""Limits on a server's connections: their number, and the time until a request is complete.
+"""A server that limits the number of its connections, and the time until a request is complete.
 
-A secret token admits a request: the endpoint's is in the header `Authorization` or `x-api-key`,
-the dashboard's in a cookie. Connections that have not sent it are limited in number and time. So
-they cannot use up the file descriptors that a run needs for its journal, engines and checkpoints,
-or lock out a user.
+Requests need a secret token: in the header `Authorization` or `x-api-key` for the endpoint, in a
+cookie for the dashboard. Connections that have not sent it are limited in number and time. So they
+cannot use up the file descriptors that the run needs for its journal, engines and checkpoints, or
+lock out a user.
 """
 
 import asyncio
@@ -27,35 +27,35 @@ from unstale.config import ConfigError
 from unstale.rollout.endpoint.schemas import Refused
 
 HEAD_TIMEOUT_S = 10.0
-"""Seconds until the head of a request must be complete, and until a new connection must have sent
-the secret token.
+"""Seconds within which the head of a request must be complete. A new connection must also send the
+secret token within this time.
 """
 MAX_CONNECTIONS = 4096
 MAX_STRANGERS = 256
 RESERVED_DESCRIPTORS = 256
-"""Number of file descriptors that connections leave to the run. If the process may open fewer than
-1024 files, a quarter of that limit is left instead.
+"""Number of file descriptors that connections must leave free for the run. If the process may open
+fewer than 1024 files, it is a quarter of that limit.
 """
 
 BACKLOG = 512
 ACCEPTED_AT_ONCE = 8
-"""Number of connections accepted before the limit on connections is checked, and before other work
-of the event loop. asyncio would accept all that wait, even beyond the limit.
+"""Number of connections that are accepted in one iteration of the event loop. Without this limit,
+asyncio accepts all that wait, before the number of connections is checked.
 """
 ACCEPTED_WITH_TLS = 2
-"""`ACCEPTED_AT_ONCE` with TLS, whose handshake takes about a millisecond of the event loop."""
+"""`ACCEPTED_AT_ONCE` for TLS, because a handshake takes about a millisecond of the event loop."""
 SHUTDOWN_S = 1.0
-"""Seconds that a client has to end TLS after its last answer."""
+"""Seconds within which a client must end TLS after its last answer."""
 MIN_TOKEN_BITS = 128
 
 Admits = Callable[[Mapping[str, Any]], bool]
-"""A function that returns True if the request with this ASGI scope has the secret token."""
+"""A function that returns True if a request, given as ASGI scope, has the secret token."""
 
 
 class LimitedServer(uvicorn.Server):
-    """A uvicorn server that limits connections without the secret token in number and time.
+    """A uvicorn server that limits the number and time of connections without the secret token.
 
-    With `context`, connections use TLS.
+    `admits` checks the token. Connections use TLS if `context` is given.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class LimitedServer(uvicorn.Server):
 
 
 def bearer(token: str) -> Admits:
-    """Return a function that admits requests with the secret token.
+    """Return a function that admits requests with this secret token.
 
-    It is the bearer token of the `Authorization` header, or the value of `x-api-key`, which clients
-    of Anthropic's API send.
+    A request sends it as bearer token in `Authorization`, or in `x-api-key` as clients of
+    Anthropic's API do.
     """
     expected = token.encode()
 
@@ -101,10 +101,10 @@ def bearer(token: str) -> Admits:
 
 
 def only_admitted(app: Any, admits: Admits) -> Any:
-    """Return an ASGI app that answers every request without the secret token with status 401.
+    """Return an ASGI app that answers requests without the secret token with status 401.
 
-    Then it closes the connection. So each such request costs the client a new connection, and
-    these are limited.
+    It closes their connection, so that each further attempt needs a new connection, of which the
+    number is limited.
     """
     refused = Refused("the token is missing or wrong", status=401, code="invalid_api_key").body()
     body = json.dumps({"type": "error", **refused}).encode()
@@ -124,9 +124,10 @@ def only_admitted(app: Any, admits: Admits) -> Any:
 
 
 def require_strong(token: str) -> None:
-    """Raise `ConfigError` for a token of less than `MIN_TOKEN_BITS`, or of few different letters.
+    """Raise `ConfigError` for a token that could be guessed.
 
-    A random token has 4 bits in each hexadecimal digit, 6 in each letter or digit otherwise.
+    It must have at least `MIN_TOKEN_BITS` bits, counted as 4 per hexadecimal digit or else 6 per
+    character, and 8 different characters.
     """
     is_hexadecimal = not set(token.lower()) - set("0123456789abcdef")
     if len(token) * (4 if is_hexadecimal else 6) < MIN_TOKEN_BITS or len(set(token)) < 8:
@@ -138,7 +139,9 @@ def require_strong(token: str) -> None:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP protocol, with limits on connections and request heads, and errors as JSON."""
+    """uvicorn's HTTP protocol with limits on connections and request heads, and with errors as
+    JSON.
+    """
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -168,10 +171,8 @@ class Protocol(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Start a timer for a connection without the secret token or with an incomplete request
-        head.
-
-        Stop the timer of any other connection.
+        """Start the timer while the secret token or the end of a request head is missing, else stop
+        it.
         """
         waiting = self in self._strangers or self.conn.their_state is h11.IDLE
         waiting = waiting and not self.transport.is_closing()
@@ -187,7 +188,7 @@ class Protocol(H11Protocol):
         self.refuse(400, "invalid_http", msg)
 
     def refuse(self, status: int, code: str, message: str) -> None:
-        """Answer with an error and close the connection. If an answer has begun, only close it."""
+        """Answer with an error and close the connection. Only close it if an answer has begun."""
         self._strangers.pop(self, None)
         body = json.dumps(Refused(message, status=status, code=code).body()).encode()
         headers = [
@@ -211,10 +212,10 @@ class Protocol(H11Protocol):
 
 
 class TlsGate(asyncio.Protocol):
-    """The TLS handshake of a connection, before its HTTP protocol begins.
+    """The TLS handshake of a connection, after which its HTTP protocol begins.
 
-    A connection counts as one without the secret token from the start. asyncio's own TLS servers
-    count none before its handshake ends, so clients could hold any number of them.
+    A connection counts from the start as one without the secret token. asyncio's own TLS servers do
+    not count connections during the handshake, so clients could hold any number of them.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class TlsGate(asyncio.Protocol):
         self._context = context
         self._transport: asyncio.BaseTransport | None = None
         self._received = b""
-        """Data that arrives between the end of the handshake and the start of the protocol."""
+        """Data received between the end of the handshake and the start of the HTTP protocol."""
         self._is_lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -240,7 +241,7 @@ class TlsGate(asyncio.Protocol):
         self._is_lost = True
 
     def refuse(self, status: int, code: str, message: str) -> None:
-        """Close the connection. Without TLS there is nobody to whom the reason can be sent."""
+        """Close the connection. No reason can be sent before the handshake has ended."""
         self._strangers.pop(self, None)
         self._transport.abort()  # type: ignore[union-attr]
 
@@ -267,7 +268,7 @@ class TlsGate(asyncio.Protocol):
 
 
 Strangers = MutableMapping["Protocol | TlsGate", str]
-"""The connections that have not sent the secret token, oldest first, with the client's address."""
+"""Connections that have not sent the secret token, oldest first -> IP address of the client."""
 
 
 def _add_stranger(
@@ -276,10 +277,10 @@ def _add_stranger(
     transport: asyncio.BaseTransport,
     num_connections: int,
 ) -> None:
-    """Add a connection to those without the secret token.
+    """Add a connection to those without the secret token. If there are too many, close one of them.
 
-    If there are too many, close the oldest one of the address that has most of them. So a flood
-    from one address closes no connection of another.
+    It is the oldest connection of the address that has most of them, so that a flood from one
+    address does not affect others.
     """
     strangers[connection] = (transport.get_extra_info("peername") or ("",))[0]
     limit = _descriptor_limit()

@@ -1,10 +1,10 @@
 """Map the calls of an agent to recorded tokens, so that recorded text is never tokenized again.
 
-An agent sends its whole history with every call. If the history repeats an earlier call and its
-answer, the recorded tokens are used as the context. Only the new messages are tokenized. An edited
-history starts a branch, which is a second sequence of tokens. It begins with the recorded tokens up
-to the last unchanged answer. The messages after that are tokenized. This module neither samples nor
-waits.
+An agent sends its whole history with every call. If the history repeats an earlier prompt and its
+answer, their recorded tokens become the context, and only the new messages are tokenized. If an
+agent edits its history, a branch begins: a second sequence of tokens. It starts with the recorded
+tokens up to the last unchanged answer, and the messages after that are tokenized. This module
+neither samples nor waits.
 """
 
 import json
@@ -21,15 +21,15 @@ from unstale.records import ContextPiece, Piece, Provenance
 
 
 class Unanswerable(ValueError):
-    """Error: the model cannot reply to this history, because of its form."""
+    """Error: no reply can follow this history, for example because it ends with a reply."""
 
 
 @dataclass(frozen=True)
 class HistoryMessage:
     """One message of an agent's history.
 
-    The results of tool calls follow the calls in their order. `thoughts` is None if the agent left
-    out the reasoning text.
+    `thoughts` is the reasoning text of a reply, None if the agent left it out. The results of tool
+    calls are in the order of the calls.
     """
 
     message: Message
@@ -37,10 +37,9 @@ class HistoryMessage:
 
     @cached_property
     def key(self) -> str:
-        """A text that is equal for two messages with the same role, content, pictures and tool
-        calls.
+        """A text that is equal for messages with the same role, content, pictures and tool calls.
 
-        The ids of calls do not matter.
+        The ids of tool calls do not matter.
         """
         calls = [[call.name, call.arguments] for call in self.message.tool_calls]
         images = [[image.digest, image.at] for image in self.message.images]
@@ -49,12 +48,12 @@ class HistoryMessage:
 
 
 History = tuple[HistoryMessage, ...] | str | tuple[int, ...]
-"""The prompt of a request: messages, a text, or tokens."""
+"""The prompt of a request: messages, a text, or token ids."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """The history and the tools of one request. Only a history of messages can have tools."""
+    """The history of one request, with its tools. Only a history of messages can have tools."""
 
     history: History
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -63,15 +62,14 @@ class Call:
     `chat_template_kwargs`.
     """
     role: str = ""
-    """The role that makes the call. Each role has its own conversations."""
+    """The role of the agent that makes the call. Each role has conversations of its own."""
     _chats: dict[Chat, Chat] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def form(self) -> str:
-        """A text that identifies the tools and template variables, or the type of a prompt.
+        """A text that all calls of one conversation share.
 
-        It is the type (text or tokens) for a prompt without messages. All calls of a branch (a
-        conversation) have the same text.
+        It depends on the tools and template variables, or on the type of a prompt without messages.
         """
         first = self.history[0] if self.history else ""
         variables = json.dumps(self.template_kwargs) if self.template_kwargs else ""
@@ -80,7 +78,7 @@ class Call:
     def chat(self, base: Chat) -> Chat:
         """Return the chat format `base` with the tools and template variables of this call.
 
-        The result is cached, because every part of a stream needs it, and tools may have 2 MB.
+        The result is cached, because each event of a stream needs it and tools may have 2 MB.
         """
         if not self.is_chat:
             return base
@@ -89,10 +87,10 @@ class Call:
         return self._chats[base]
 
     def num_characters(self, *, tools: bool) -> int:
-        """Return a lower limit of the prompt's length in characters. 0 for a prompt of tokens.
+        """Return a lower limit of the prompt's length in characters. 0 for a prompt of token ids.
 
-        `tools` adds the length of the tools. The exact length is not known, because chat templates
-        may leave out blanks and reasoning texts.
+        `tools` is True if the chat template writes the tools. The exact length is unknown:
+        templates may leave out blanks and reasoning texts.
         """
         if isinstance(self.history, str):
             return len(self.history.strip())
@@ -107,22 +105,22 @@ class Call:
 
 @dataclass(slots=True)
 class Exchange:
-    """A prompt and its answer in a branch (a conversation). The answer is the branch's
-    `pieces[start:end]`.
+    """A prompt and its answer in a conversation. The answer's tokens are in `pieces[start:end]` of
+    the `Branch`.
     """
 
     prompt: History
     start: int
     end: int = 0
     answer: History | None = None
-    """The answer as the agent may send it back in a later history. None until it is complete."""
+    """The answer in the form in which a later history may repeat it. None until it is complete."""
     ended: bool = False
-    """True if the answer's tokens include the token that ends a reply."""
+    """True if the last token of the answer is an end token."""
 
 
 @dataclass(slots=True)
 class Branch:
-    """One conversation of an episode: a sequence of tokens, with the prompts and answers in it."""
+    """One conversation of an episode: its tokens, as pieces, and the prompts and answers in it."""
 
     number: int
     form: str
@@ -130,80 +128,75 @@ class Branch:
     role: str = ""
     pieces: list[Piece] = field(default_factory=list)
     pending: bool = False
-    """True while a client waits for the last answer of this conversation."""
+    """True while a client waits for the last answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The part of a call's history that agrees with a branch.
-
-    A branch is one conversation of the episode.
+    """How much of a call's history agrees with a branch, which is one conversation of the
+    episode.
     """
 
     branch: Branch
     exchanges: int
-    """Number of exchanges (prompts with their answers) that agree."""
+    """Number of prompts with answers at the start of the conversation `branch` that the history
+    repeats.
+    """
     end: int
-    """Index in the call's history after the last exchange that agrees."""
+    """Index in the history after the last repeated answer."""
     difference: str = ""
-    """The reason why the call cannot continue the branch (conversation). Empty if it can."""
+    """Why the call cannot continue the conversation `branch`. Empty if it can."""
     differs_at: int = 0
-    """Index of the first message, character or token of the history that differs from the branch
-    (conversation).
+    """Index of the first message, character or token at which the history differs from the
+    conversation `branch`.
     """
     resumes: bool = False
-    """True if the call repeats the last call of the branch (conversation), whose client had
-    disconnected.
+    """True if the call repeats the last call of the conversation, whose client disconnected before
+    the answer.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The branch that gets the answer to a request, and context tokens to add to it first.
-
-    A branch is one conversation of the episode.
+    """The branch (conversation) that a call continues or begins, and the context to add to it
+    first.
     """
 
     branch: Branch
     context: tuple[ContextPiece, ...]
     fork: Match | None = None
-    """The place at which a new branch (conversation) leaves the branch from which it starts. None
-    if it starts from no other branch.
+    """What a new conversation shares with the most similar earlier one of the same role. None if it
+    is not new, or the first of its role.
     """
     resumed: bool = False
-    """True if the request continues an answer whose client had disconnected."""
+    """True if the call continues an answer whose client had disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """The end of the answer before a prompt.
-
-    `ended` is True if the answer's tokens include the token that ends a reply. `calls` are its tool
-    calls.
-    """
+    """The answer before a prompt: True if its last token is an end token, and its tool calls."""
 
     ended: bool
     calls: Sequence[ToolCall]
 
 
 class Conversation:
-    """The calls of one episode, in branches (conversations). A call with an edited history starts a
-    new branch.
-    """
+    """The calls of one episode, as branches. A branch is one conversation with unedited history."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self.branches: list[Branch] = []
         self._answers: dict[str, tuple[HistoryMessage, tuple[int, ...], bool]] = {}
-        """Each answer by its key: its message, its tokens, and True if the tokens include the end
+        """Key of an answer -> its message, its tokens, and True if the last token is an end
         token.
         """
 
     def ask(self, call: Call) -> Continuation:
-        """Find the branch (conversation) that a call continues, or begin a new branch.
+        """Return the conversation (`Branch`) that a call continues, or a new one, with the context
+        to add.
 
-        The branch is then `pending` and cannot be continued by another call. Raises `Unanswerable`,
-        and changes nothing, if no reply can follow the history.
+        The branch is then `pending`, and no other call can continue it. Raises `Unanswerable`, and
+        changes nothing, if no reply can follow the history.
         """
         match = self._nearest(call)
         if match and match.resumes:
@@ -228,10 +221,10 @@ class Conversation:
         return Continuation(branch, (*prefix, *context), fork=match)
 
     def add_answer(self, branch: Branch, answer: History, *, ended: bool) -> None:
-        """Record that the pieces (runs of tokens) added to a branch since `ask` are this answer.
+        """Record that `answer` is the text of the tokens that were added to the conversation since
+        `ask`.
 
-        A branch is one conversation of the episode. `ended` is True if the tokens include the token
-        that ends a reply.
+        `ended` is True if the last token is an end token.
         """
         exchange = branch.exchanges[-1]
         exchange.answer = answer
@@ -246,7 +239,7 @@ class Conversation:
     def retract(self, continuation: Continuation) -> None:
         """Undo the call of `ask` that returned this continuation.
 
-        Must be called before the continuation's context was added to the branch (conversation).
+        Do it before the continuation's context is added to the conversation.
         """
         continuation.branch.pending = False
         if continuation.branch.pieces and not continuation.resumed:
@@ -255,10 +248,11 @@ class Conversation:
             self.branches.pop()
 
     def _nearest(self, call: Call) -> Match | None:
-        """Return how a call agrees with the branch of its role that has most answers in common.
+        """Return the match with the conversation of the same role that shares most answers with the
+        call.
 
-        Of several such branches (conversations), one that the call can continue is preferred, then
-        the oldest. None if there is no branch.
+        Among equal ones, a conversation that the call can continue comes first, then the oldest.
+        None if there is no conversation.
         """
 
         def rank(match: Match) -> tuple[int, bool, int]:
@@ -271,9 +265,10 @@ class Conversation:
     def _render(
         self, call: Call, prompt: History, after: Exchange | None
     ) -> tuple[ContextPiece, ...]:
-        """Tokenize a prompt. Answers in it that this episode sampled keep their recorded tokens.
+        """Return a prompt's tokens. Answers in it that this episode sampled keep their recorded
+        tokens.
 
-        `after` is the exchange before the prompt, or None at the start of a conversation.
+        `after` has the previous prompt and its answer, None at the start of a conversation.
         """
         if isinstance(prompt, str):
             text = after.answer if after and isinstance(after.answer, str) else ""
@@ -317,10 +312,6 @@ def _calls_of(answer: History | None) -> tuple[ToolCall, ...]:
 
 
 def _as_context(pieces: Sequence[Piece]) -> tuple[ContextPiece, ...]:
-    """Return the pieces (runs of tokens), with the sampled ones as context.
-
-    A new branch (conversation) that begins with them then does not train on them again.
-    """
     return tuple(
         piece if isinstance(piece, ContextPiece) else ContextPiece(piece.tokens, Provenance.FORCED)
         for piece in pieces
@@ -358,10 +349,10 @@ def _match(branch: Branch, call: Call) -> Match:
 
 
 def first_difference(one: History, other: History) -> tuple[int, str] | None:
-    """Return where two histories differ first, and the kind of difference. None if they are equal.
+    """Return (place, kind) of the first difference between two histories. None if they are equal.
 
     The place is the index of a message, character or token. The kind is "message", "thoughts",
-    "text" or "length". Reasoning texts that `other` leaves out do not count as different.
+    "text" or "length". Reasoning text that only `other` leaves out is no difference.
     """
     shared = min(len(one), len(other))
     if shared and isinstance(one[0], HistoryMessage):
@@ -389,8 +380,8 @@ def first_difference(one: History, other: History) -> tuple[int, str] | None:
 def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> HistoryMessage:
     """Return the text of a reply as a message.
 
-    If `tools` is False, or a tool call is malformed, tool calls are returned as content. With
-    `plain`, the whole text is content, and reasoning text is not separated.
+    Tool calls remain text if `tools` is False or one of them is malformed. With `plain`, all text
+    is content, even reasoning text.
     """
     if plain:
         return HistoryMessage(Message("assistant", text))
@@ -401,10 +392,11 @@ def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> H
 
 
 def with_call_ids(reply: HistoryMessage, place: str) -> HistoryMessage:
-    """Return a reply whose tool calls have ids: those that the policy wrote, or new ones.
+    """Return a reply whose tool calls have unique ids: those that the policy wrote, or else new
+    ones.
 
-    `place` is a text that must differ between replies. New ids are computed from it, so that they
-    are the same in a replay, which some agents need.
+    `place` is a text that differs between replies. New ids are computed from it, because some
+    agents need the same ids in a replay.
     """
     calls = reply.message.tool_calls
     if len({call.id for call in calls if is_call_id(call.id)}) == len(calls):

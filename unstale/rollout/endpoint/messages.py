@@ -1,16 +1,17 @@
 """Requests and answers of Anthropic's Messages API.
 
-A request is read into the same history as a chat request with the same content. So it is answered
-and recorded like one.
+A request is read into the same `CompletionRequest` as a chat request with this content, so both are
+answered and recorded in the same way.
 """
 
 import json
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from unstale.config import EndpointConfig
-from unstale.envs import Message, ToolCall
+from unstale.envs import Image, Message, ToolCall
 from unstale.envs.chat import Chat
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.answers import ChatFormat, Fields
@@ -18,6 +19,7 @@ from unstale.rollout.endpoint.conversation import Call, HistoryMessage
 from unstale.rollout.endpoint.schemas import (
     BLOCKS,
     MESSAGE,
+    RESULT_BLOCKS,
     TURNS,
     Refused,
     is_json_format,
@@ -30,9 +32,7 @@ _TERMS = wire.ResultTerms(
     "tool_use_id", "The next message must begin with a tool_result block for each"
 )
 _BILLING = "x-anthropic-billing-header:"
-"""Beginning of a system block that Claude Code writes for Anthropic's billing. It differs in each
-call.
-"""
+"""Start of a system block that Claude Code writes for billing. Its text differs in each call."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     401: "authentication_error",
@@ -47,22 +47,25 @@ def read_messages(
 ) -> CompletionRequest:
     """Check and read a request of the Messages API.
 
-    Raises `Refused` for an invalid request. Without `endpoint.lenient`, sampling options that
-    differ from the run's are refused, too.
+    `temperature` is the run's. Raises `Refused` if the request is invalid or, without
+    `endpoint.lenient`, if its sampling options differ from the run's.
     """
     body, overridden, reply_format = _without_overridden(body, temperature, config)
     require(body, MESSAGE, "")
+    tools = body.get("tools") or ()
+    deferred = {tool["name"]: tool for tool in tools if tool.get("defer_loading")}
     sent: list[SentMessage] = []
     if body.get("system"):
-        system = Message("system", _text(body["system"]))
+        system = Message("system", _read_content(body["system"], "system")[0])
         sent.append(SentMessage(HistoryMessage(system), "system"))
     for index, record in enumerate(body["messages"]):
-        sent += _read_message(record, f"messages[{index}]")
+        sent += _read_message(record, f"messages[{index}]", deferred)
     history, moved = wire.in_order(sent, _TERMS, config)
     if reply_format:
         history = reply_format.instruct(history)
-    call = Call(history, tuple(map(_as_function, body.get("tools") or ())))
-    calls = bool(call.tools) and (body.get("tool_choice") or {}).get("type") != "none"
+    shown = (tool for tool in tools if tool["name"] not in deferred)
+    call = Call(history, tuple(map(_as_function, shown)))
+    calls = bool(tools) and (body.get("tool_choice") or {}).get("type") != "none"
     options = {**body, "stop": body.get("stop_sequences")}
     request = wire.completion_request(options, call, temperature, logprobs=False, calls=calls)
     return replace(request, format=reply_format, overridden=(*overridden, *moved))
@@ -71,8 +74,8 @@ def read_messages(
 def _without_overridden(
     body: Mapping[str, Any], temperature: float, config: EndpointConfig
 ) -> tuple[Mapping[str, Any], tuple[str, ...], wire.ReplyFormat | None]:
-    """Return a request without what `endpoint.lenient` ignores, the names of what was left out, and
-    the format that the reply must have, or None.
+    """Return a request without what `endpoint.lenient` ignores, the names of the ignored options,
+    and the format that the reply must have, or None.
     """
     if not config.lenient:
         return body, (), None
@@ -96,13 +99,31 @@ def _without_overridden(
     return body, tuple(overridden), reply_format
 
 
-def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    blocks = content or ""
-    return blocks if isinstance(blocks, str) else "".join(block["text"] for block in blocks)
+def _read_content(
+    content: str | Sequence[Mapping[str, Any]], path: str
+) -> tuple[str, tuple[Image, ...]]:
+    """Return the text of content blocks, and their pictures. Other blocks are left out.
+
+    Raises `Refused` for a picture that is not base64.
+    """
+    if isinstance(content, str):
+        return content, ()
+    text, images = "", []
+    for index, block in enumerate(content):
+        if block["type"] == "text":
+            text += block["text"]
+        elif block["type"] == "image":
+            place = f"{path}[{index}].source.data"
+            try:
+                data = b64decode(block["source"]["data"], validate=True)
+            except ValueError as error:
+                raise Refused(f"{place} is not base64: {error}", param=place) from None
+            images.append(Image(data, len(text)))
+    return text, tuple(images)
 
 
 def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as a chat request has it. Fields that only Anthropic's API has are left out."""
+    """Return a tool in the form of a chat request, without fields that only Anthropic's API has."""
     function = {"name": tool["name"]}
     for name, own in (
         ("description", "description"),
@@ -114,8 +135,13 @@ def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _read_message(record: Any, path: str) -> list[SentMessage]:
-    """Return a message as chat messages. Each result of a tool call becomes a separate message."""
+def _read_message(
+    record: Any, path: str, deferred: Mapping[str, Mapping[str, Any]]
+) -> list[SentMessage]:
+    """Return a message as chat messages. Each result of a tool call becomes a message.
+
+    `deferred` are the tools that the policy sees only if a result refers to them.
+    """
     if not isinstance(record, dict):
         raise Refused(f"{path} is not an object", param=path)
     role = record.get("role")
@@ -125,7 +151,7 @@ def _read_message(record: Any, path: str) -> list[SentMessage]:
     content = record["content"]
     blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     _require_blocks(blocks, BLOCKS[role], f"{path}.content")
-    text = _text([block for block in blocks if block["type"] == "text"])
+    text, images = _read_content(blocks, f"{path}.content")
     if role == "assistant":
         calls = tuple(
             ToolCall(block["name"], block["input"], id=block["id"])
@@ -136,42 +162,65 @@ def _read_message(record: Any, path: str) -> list[SentMessage]:
         reply = Message("assistant", text, calls)
         return [SentMessage(HistoryMessage(reply, "".join(thoughts) if thoughts else None), path)]
     sent = [
-        SentMessage(
-            HistoryMessage(Message("tool", _text(block.get("content")))),
-            f"{path}.content[{index}]",
-            block["tool_use_id"],
-        )
+        _read_result(block, f"{path}.content[{index}]", deferred)
         for index, block in enumerate(blocks)
         if block["type"] == "tool_result"
     ]
     if len(sent) < len(blocks):
-        of_user = Message("system" if role == "system" else "user", text)
+        of_user = Message("system" if role == "system" else "user", text, images=images)
         sent.append(SentMessage(HistoryMessage(of_user), path))
     return sent
+
+
+def _read_result(
+    block: Mapping[str, Any], path: str, deferred: Mapping[str, Mapping[str, Any]]
+) -> SentMessage:
+    content = block.get("content") or ""
+    if not isinstance(content, str):
+        _require_blocks(content, RESULT_BLOCKS, f"{path}.content")
+        content = [
+            _as_text(part, f"{path}.content[{index}]", deferred)
+            for index, part in enumerate(content)
+        ]
+    text, images = _read_content(content, f"{path}.content")
+    message = HistoryMessage(Message("tool", text, images=images))
+    return SentMessage(message, path, block["tool_use_id"])
+
+
+def _as_text(
+    block: Mapping[str, Any], path: str, deferred: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Return a block of a result. A reference to a tool becomes a text that describes the tool."""
+    if block["type"] != "tool_reference":
+        return block
+    name = block["tool_name"]
+    if name not in deferred:
+        raise Refused(f"{path}.tool_name is {name!r}, which no deferred tool has", param=path)
+    return {"type": "text", "text": f"{json.dumps(_as_function(deferred[name]))}\n"}
 
 
 def _require_blocks(
     blocks: Sequence[Any], schemas: Mapping[str, Mapping[str, Any]], path: str
 ) -> None:
-    """Raise `Refused` for an invalid block, or one in a place where no chat template writes it."""
+    """Raise `Refused` for an invalid block, and for blocks not in the order of `schemas`."""
     kinds = [*schemas]
     last = 0
     for index, block in enumerate(blocks):
         kind = block.get("type") if isinstance(block, dict) else None
         if not isinstance(kind, str) or kind not in schemas:
             raise Refused(
-                f"{path}[{index}] is not a block of type {' or '.join(kinds)}: only text is "
-                "supported",
+                f"{path}[{index}] is not a block of type {' or '.join(kinds)}",
                 param=f"{path}[{index}]",
             )
         require(block, schemas[kind], f"{path}[{index}]")
-        if kinds.index(kind) < last:
+        rank = kinds.index("text" if kind in ("image", "tool_reference") else kind)
+        if rank < last:
             raise Refused(
                 f"{path}[{index}] is a block of type {kind} after one of type {kinds[last]}: the "
                 f"order must be {', '.join(kinds)}",
                 param=f"{path}[{index}]",
             )
-        last = kinds.index(kind)
+        last = rank
 
 
 class MessageFormat(ChatFormat):
@@ -183,7 +232,7 @@ class MessageFormat(ChatFormat):
     def __init__(self, model: str, chat: Chat) -> None:
         super().__init__(model, chat)
         self._open: list[Fields] = []
-        """The content blocks that were streamed so far. The last one may be incomplete."""
+        """The content blocks that the stream has begun. The last one may be incomplete."""
 
     def whole(self, choices: list[Choice], request: CompletionRequest) -> Fields:
         (choice,) = choices
@@ -205,7 +254,9 @@ class MessageFormat(ChatFormat):
         return blocks
 
     def _thinking(self, thoughts: str) -> Fields:
-        """Return a block of thoughts. Some clients drop a block without a signature."""
+        """Return a block of reasoning text. It has a signature, since some clients drop it
+        otherwise.
+        """
         return {"type": "thinking", "thinking": thoughts, "signature": self.id}
 
     def _answer(self, blocks: list[Fields], end: Fields, counts: Mapping[str, int]) -> Fields:
@@ -273,7 +324,7 @@ class MessageFormat(ChatFormat):
         return {"type": "content_block_stop", "index": len(self._open) - 1}
 
     def _add_thoughts(self, thoughts: str) -> Iterator[Fields]:
-        """Yield the events that stream the reasoning text at once, as soon as it is complete."""
+        """Yield the events that send the whole reasoning text, unless it was sent."""
         if self._open:
             return
         block = self._thinking(thoughts)
@@ -283,7 +334,7 @@ class MessageFormat(ChatFormat):
         yield self._close()
 
     def _add_text(self, text: str) -> Iterator[Fields]:
-        """Yield the events that stream the part of the text that has not been sent yet."""
+        """Yield the events that send the unsent rest of the text."""
         if not self._open or self._open[-1]["type"] != "text":
             yield self._start({"type": "text", "text": ""})
         sent = self._sent[0].get("content", "")
@@ -293,7 +344,9 @@ class MessageFormat(ChatFormat):
 
 
 def error_body(refused: Refused) -> Fields:
-    """Return a refusal in the form of Anthropic's errors, with the field and the code added."""
+    """Return a refusal in the form of Anthropic's errors, with the request's field and OpenAI's
+    code.
+    """
     error = refused.body()["error"]
     kind = "invalid_request_error" if refused.status < 500 else "api_error"
     error["type"] = _ERRORS.get(refused.status, kind)

@@ -1,7 +1,7 @@
-"""Handle the requests of clients in threads, with a time limit.
+"""Handle requests in threads, with a time limit.
 
-A request of 2 MB may take seconds to check, to render and to encode. On the event loop it would
-stop all episodes of the run.
+A request of 2 MB may take seconds to check, render and encode. On the event loop, this would stop
+all episodes of the run.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from unstale.envs.guard import Overdue, run_limited
 from unstale.rollout.endpoint.schemas import Refused
 
 LIMIT_S = 30.0
-"""Seconds for one request. A body of 2 MB takes 4 seconds."""
+"""Seconds that one function may take. A request of 2 MB takes 4."""
 AT_ONCE = 4
-"""Number of requests that are worked on at the same time. Others wait."""
+"""Number of functions that run at the same time. Others wait."""
 
 _T = TypeVar("_T")
 
@@ -25,8 +25,7 @@ _SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 async def off_loop(function: Callable[..., _T], name: str, *arguments: Any) -> _T:
     """Run `function` in a thread and return its result.
 
-    If it takes more than `LIMIT_S` seconds, it is interrupted and `Refused` is raised. `name` is
-    its name in this error.
+    After `LIMIT_S` seconds it is interrupted, and `Refused` is raised with `name` in its text.
     """
     slots = _SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE))
     async with slots:

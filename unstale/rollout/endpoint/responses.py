@@ -1,7 +1,7 @@
 """Requests and answers of OpenAI's Responses API.
 
-A request is translated into a chat request. So it is checked, answered and recorded like one. The
-endpoint does not store responses: a client must send the whole input with each call.
+A request is translated into a chat request, so it is checked, answered and recorded like one. The
+endpoint stores no responses: a client must send the whole input with each call.
 """
 
 import re
@@ -18,7 +18,7 @@ from unstale.rollout.endpoint.schemas import ITEMS, RESPONSE, Refused, is_json_f
 from unstale.rollout.endpoint.wire import STRICT, Choice, CompletionRequest
 
 _LOGPROBS = "message.output_text.logprobs"
-"""The entry in the field `include` with which a client asks for log-probabilities."""
+"""Entry of a request's field `include` that asks for log-probabilities."""
 _SAME_IN_CHAT = (
     "model",
     "stream",
@@ -28,14 +28,14 @@ _SAME_IN_CHAT = (
     "parallel_tool_calls",
 )
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.tool_calls(?:\[(\d+)\])?)?")
-"""Pattern of the name of a message or tool call in an error about a chat request."""
+"""Pattern of the path of a message or tool call in errors about chat requests."""
 _CHAT_TERMS = {
     "A message of role tool with the tool_call_id": "A function_call_output with the call_id",
     "tool_call_id": "call_id",
     "max_completion_tokens": "max_output_tokens",
     ".function.": ".",
 }
-"""Terms in errors about chat requests -> the terms of the Responses API that replace them."""
+"""Term in an error about a chat request -> term of the Responses API."""
 
 
 def read_response(
@@ -43,7 +43,8 @@ def read_response(
 ) -> CompletionRequest:
     """Check and read a request of the Responses API.
 
-    Raises `Refused` for an invalid request, and for sampling options that the run cannot apply.
+    `temperature` is the run's. Raises `Refused` if the request is invalid or, without
+    `endpoint.lenient`, if its sampling options differ from the run's.
     """
     text = body.get("text")
     requested = text.get("format") if config.lenient and isinstance(text, dict) else None
@@ -66,17 +67,17 @@ def read_response(
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The fields of a Responses request from which chat messages were made."""
+    """Paths in a Responses request from which the messages of a chat request were made."""
 
     of_message: list[str] = field(default_factory=list)
-    """The field of each message, such as `input[2]`. If several items became one message, the field
-    of the first item.
+    """Path of each message, such as `input[2]`. The first path if several items became one
+    message.
     """
     of_calls: dict[int, list[str]] = field(default_factory=dict)
-    """By the index of a message with tool calls: the field of each call, such as `input[3]`."""
+    """Index of a message with tool calls -> path of each call, such as `input[3]`."""
 
     def rename(self, text: str) -> str:
-        """Return an error about a chat request in terms of the Responses request."""
+        """Return the text of an error about the chat request, in terms of the Responses request."""
         for name, own in _CHAT_TERMS.items():
             text = text.replace(name, own)
         return _MESSAGE.sub(self._own, text)
@@ -91,9 +92,8 @@ class _Fields:
 
 
 def _as_chat(body: Mapping[str, Any]) -> tuple[dict[str, Any], _Fields]:
-    """Translate the body of a Responses request into the body of a chat request.
-
-    Also return the fields of the messages, for errors.
+    """Return the body of the chat request that a Responses request means, and where its messages
+    are from.
     """
     items = body["input"]
     messages: list[dict[str, Any]] = []
@@ -131,7 +131,7 @@ def _as_chat(body: Mapping[str, Any]) -> tuple[dict[str, Any], _Fields]:
 
 
 def _merge_instructions(messages: list[dict[str, Any]], fields: _Fields) -> None:
-    """Merge the system messages at the start into one."""
+    """Merge all system messages at the start into one."""
     leading = list(takewhile(lambda each: each["role"] in ("system", "developer"), messages))
     if len(leading) < 2:
         return
@@ -145,9 +145,9 @@ def _merge_instructions(messages: list[dict[str, Any]], fields: _Fields) -> None
 
 
 def _add_item(messages: list[dict[str, Any]], item: Any, path: str) -> None:
-    """Add an input item to the chat messages. The items of one reply become a single message.
+    """Add an input item to the chat messages. Successive items of one reply form one message.
 
-    `path` is the item's place in the request. Raises `Refused` for an invalid item.
+    `path` is the item's place in the request. Raises `Refused` if the item is invalid.
     """
     kind = item.get("type") or "message" if isinstance(item, dict) else None
     if not isinstance(kind, str) or kind not in ITEMS:
@@ -191,7 +191,7 @@ class ResponseFormat(ChatFormat):
         super().__init__(model, chat)
         self._num_events = 0
         self._items: list[Fields] = []
-        """The output items that were streamed so far. The last one may be incomplete."""
+        """The output items that the stream has begun. The last one may be incomplete."""
 
     def whole(self, choices: list[Choice], request: CompletionRequest) -> Fields:
         (choice,) = choices
@@ -209,10 +209,7 @@ class ResponseFormat(ChatFormat):
         return {"id": f"{_ID_PREFIXES[item['type']]}_{self.id}_{index}", **item}
 
     def _response(self, output: list[Fields], choice: Choice | None = None) -> Fields:
-        """Return a response object with its output.
-
-        Without `choice` it has the status `in_progress`.
-        """
+        """Return a response object. Without `choice` its status is `in_progress`."""
         is_cut = choice is not None and choice.finish == "length"
         status = "incomplete" if is_cut else "completed"
         return {
@@ -275,14 +272,14 @@ class ResponseFormat(ChatFormat):
         yield self._event("output_item.added", output_index=len(self._items) - 1, item=empty)
 
     def _at(self) -> Fields:
-        """Return the fields by which an event names the output item to which it belongs."""
+        """Return the fields with which an event names its output item."""
         return {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
 
     def _close(self, item: Fields) -> Fields:
         return self._event("output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _add_thoughts(self, thoughts: str) -> Iterator[Fields]:
-        """Yield the events that stream the reasoning text at once, as soon as it is complete."""
+        """Yield the events that send the whole reasoning text, unless it was sent."""
         if self._items:
             return
         yield from self._open(_thoughts(thoughts))
@@ -292,7 +289,7 @@ class ResponseFormat(ChatFormat):
         yield self._close(self._items[-1])
 
     def _add_text(self, text: str) -> Iterator[Fields]:
-        """Yield the events that stream the part of the text that has not been sent yet."""
+        """Yield the events that send the unsent rest of the text."""
         if not self._items or self._items[-1]["type"] != "message":
             yield from self._open(_text_item("", []))
             part = self._items[-1]["content"][0]

@@ -11,11 +11,13 @@ MAX_CHOICES = 64
 MAX_STOPS = 16
 
 Schema = Mapping[str, Any]
-"""A JSON Schema with the keywords that `require` supports. A refusal quotes its `description`."""
+"""A JSON Schema, with only those keywords that `require` supports. An error quotes its
+`description`.
+"""
 
 _ANY: Schema = {}
 LENIENT = "--endpoint.lenient true"
-"""The option `endpoint.lenient` as a command line sets it, for messages to clients."""
+"""The command-line form of the option `endpoint.lenient`, for error texts."""
 _LENIENT = f"omit it, or start the endpoint with {LENIENT} to override it"
 _SUPPORT = f"only the run's options truncate the support (engine.top_p); {_LENIENT}"
 _CONSTRAINED = f"constrained sampling has another distribution than the trainer's; {_LENIENT}"
@@ -28,7 +30,7 @@ _UNUSED = f"the endpoint has no use for this field; omit it, or start it with {L
 
 
 class Refused(Exception):
-    """Error: a request is refused. It has the status and the message of the HTTP answer."""
+    """Error: a request is refused, with the text and status of the HTTP answer."""
 
     def __init__(
         self,
@@ -121,15 +123,15 @@ _COMMON: Mapping[str, Schema] = {
     "prompt_cache_key": _ANY,
     "prompt_cache_retention": _ANY,
 }
-"""The fields that chat and text requests have in common. A field with the schema `_ANY` does not
-affect sampling and is ignored.
+"""Fields that chat and text requests share. Those with the schema `_ANY` are ignored, because they
+do not affect sampling.
 """
 
 _EMPTY = _only(_UNUSED, None, [], "")
 _PART = _object(
     ("type", "text"), others=_EMPTY, type=_only("only text is supported", "text"), text=_STRING
 )
-_USER_PART = _object(
+_PICTURE_PART = _object(
     ("type",),
     others=_EMPTY,
     type=_only("only text and image_url are supported", "text", "image_url"),
@@ -154,20 +156,22 @@ _ROLE_FIELDS: Mapping[str, Mapping[str, Schema]] = {
     },
     "tool": {"tool_call_id": _NOT_EMPTY},
 }
+PICTURED = ("user", "tool")
+"""The roles whose messages can have pictures."""
 MESSAGES: Mapping[str, Schema] = {
     role: _object(
         ("role",) if role == "assistant" else ("role", "content"),
         others=_EMPTY,
         role=_only("there is no such role", role),
-        content=_any_of("a string or a list of parts of type text", _STRING, _list(_PART, "parts"))
-        if role != "user"
-        else _any_of("a string or a list of parts", _STRING, _list(_USER_PART, "parts")),
+        content=_any_of("a string or a list of parts", _STRING, _list(_PICTURE_PART, "parts"))
+        if role in PICTURED
+        else _any_of("a string or a list of parts of type text", _STRING, _list(_PART, "parts")),
         name=_ANY,
         **_ROLE_FIELDS.get(role, {}),
     )
     for role in ("system", "developer", "user", "assistant", "tool")
 }
-"""The schema of a chat message, by its role."""
+"""Role of a chat message -> schema of the message."""
 
 CHAT = _object(
     ("messages",),
@@ -252,7 +256,7 @@ ITEMS: Mapping[str, Schema] = {
         "function_call_output", "output", "call_id", output=_SENT_TEXT, call_id=_NOT_EMPTY
     ),
 }
-"""The schema of an input item of `/v1/responses`, by its type."""
+"""Type of an input item of `/v1/responses` -> schema of the item."""
 
 _SHARED = ("model", "stream", "stream_options", "temperature", "top_p", "user", "metadata", "store")
 _STATELESS = "the endpoint keeps no responses: send the whole input"
@@ -312,16 +316,40 @@ _TEXT_BLOCK = _block("text", "text", text=_STRING)
 _TEXT_BLOCKS = _any_of(
     "a string or a list of blocks of type text", _STRING, _list(_TEXT_BLOCK, "text blocks")
 )
+CONTENT_BLOCKS: Mapping[str, Schema] = {
+    "text": _TEXT_BLOCK,
+    "image": _block(
+        "image",
+        "source",
+        source=_object(
+            ("type", "data"),
+            others=_EMPTY,
+            type=_only("the endpoint fetches no pictures: send the file as base64", "base64"),
+            media_type=_STRING,
+            data=_STRING,
+        ),
+    ),
+}
+"""Type of a block with content -> schema of the block."""
+RESULT_BLOCKS: Mapping[str, Schema] = {
+    **CONTENT_BLOCKS,
+    "tool_reference": _block("tool_reference", "tool_name", tool_name=_NOT_EMPTY),
+}
+"""Type of a block in the result of a tool -> schema of the block. A reference names a tool that the
+request defers.
+"""
 BLOCKS: Mapping[str, Mapping[str, Schema]] = {
     "user": {
         "tool_result": _block(
             "tool_result",
             "tool_use_id",
             tool_use_id=_NOT_EMPTY,
-            content=_TEXT_BLOCKS,
+            content=_any_of(
+                "a string or a list of blocks", _STRING, _list(_object(("type",)), "blocks")
+            ),
             is_error=_BOOLEAN,
         ),
-        "text": _TEXT_BLOCK,
+        **CONTENT_BLOCKS,
     },
     "assistant": {
         "thinking": _block("thinking", "thinking", thinking=_STRING, signature=_STRING),
@@ -332,8 +360,9 @@ BLOCKS: Mapping[str, Mapping[str, Schema]] = {
     },
     "system": {"text": _TEXT_BLOCK},
 }
-"""The schema of a content block of `/v1/messages`, by the role of its message and its type. The
-blocks of a message are in this order, since chat templates write them in it.
+"""Role of a message of `/v1/messages` -> type of a content block -> schema of the block. Blocks
+must be in the order of these types, because chat templates write them so. Text and pictures may
+alternate.
 """
 TURNS: Mapping[str, Schema] = {
     role: _object(
@@ -348,7 +377,7 @@ TURNS: Mapping[str, Schema] = {
     )
     for role, blocks in BLOCKS.items()
 }
-"""The schema of a message of `/v1/messages`, by its role."""
+"""Role of a message of `/v1/messages` -> schema of the message."""
 
 MESSAGE = _object(
     ("messages",),
@@ -361,6 +390,7 @@ MESSAGE = _object(
             type=_only("only the client's own tools can be called", "custom"),
             name=_NOT_EMPTY,
             input_schema=_object(()),
+            defer_loading=_BOOLEAN,
         ),
         "a list of tools",
     ),
@@ -421,8 +451,8 @@ OVERRIDABLE = (
     "output_config",
     "context_management",
 )
-"""Sampling options of a request that are ignored with `endpoint.lenient`. The run's options are
-used instead. `temperature` is treated the same way.
+"""Sampling options that `endpoint.lenient` ignores in requests, in favour of the run's. It treats
+`temperature` the same way.
 """
 
 _WITHOUT_INFLUENCE = (
@@ -431,15 +461,15 @@ _WITHOUT_INFLUENCE = (
     "thinking_blocks",
     "continuous_usage_stats",
 )
-"""Fields that clients add to messages, content parts, tools and options of a stream, and that
-change no reply. With `endpoint.lenient` they are ignored, like `OVERRIDABLE`.
+"""Fields of messages, content parts, tools and stream options that affect no reply. They are
+ignored with `endpoint.lenient`.
 """
 
 JSON_FORMATS: Mapping[str, Schema] = {
     "json_object": _object((), type=_STRING),
     "json_schema": _object(("json_schema",), json_schema=_object(("schema",), schema=_object(()))),
 }
-"""The schema of a `response_format`, by its type."""
+"""Type of a `response_format` -> its schema."""
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -455,8 +485,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 def require(value: Any, schema: Schema, path: str) -> None:
     """Raise `Refused` at the first place where `value` does not match the schema.
 
-    Null is treated as a missing value. `path` is the place of `value` in the request, for the
-    message.
+    A null counts as a missing value. `path` is the place of `value` in the request, for the error's
+    text.
     """
     if not _matches(value, schema):
         for each in schema.get("anyOf", ()):
@@ -482,7 +512,7 @@ def is_json_format(requested: Any) -> bool:
 
 
 def mismatched(body: Mapping[str, Any], schema: Schema) -> tuple[str, ...]:
-    """Return the names of the `OVERRIDABLE` options in a request that do not match the schema."""
+    """Return the names of the `OVERRIDABLE` options of a request that do not match the schema."""
     properties = schema["properties"]
     return tuple(
         name
@@ -494,10 +524,9 @@ def mismatched(body: Mapping[str, Any], schema: Schema) -> tuple[str, ...]:
 
 
 def without_influence(body: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a request without the fields in `_WITHOUT_INFLUENCE`, and the names of the removed
-    fields.
+    """Return a request without fields that affect no reply, and the names of the removed fields.
 
-    Names of fields that were null are not returned.
+    `_WITHOUT_INFLUENCE` has these fields. Those whose value is null are removed but not named.
     """
     found: set[str] = set()
 
@@ -535,9 +564,9 @@ def _require_fields(value: Mapping[str, Any], schema: Schema, path: str) -> None
 
 
 def _matches(value: Any, schema: Schema) -> bool:
-    """Return True if a value matches a schema, without a check of its items and fields.
+    """Return True if a value matches a schema, apart from the value's items and fields.
 
-    The schemas of `anyOf` are checked completely.
+    The alternatives of `anyOf` are checked completely.
     """
     if "anyOf" in schema:
         return any(_matches_deeply(value, each) for each in schema["anyOf"])

@@ -1,9 +1,10 @@
-"""The endpoint's HTTP server (starlette on uvicorn). It accepts clients that have the secret token.
+"""The endpoint's HTTP server (starlette on uvicorn), for clients that have the secret token.
 
 `/e/<episode>/v1/` has `chat/completions`, `responses`, `messages`, `messages/count_tokens`,
-`completions`, `models`, and `record`, which returns all tokens so far with version, log-probability
-and origin. `/e/<episode>/<role>/v1/` has them for a role of the agent, and `/v1/` for the episode
-that the header X-Episode names. On loopback, `/healthz` needs no token.
+`completions`, `models` and `record`. `record` returns all tokens so far with version,
+log-probability and origin. `/e/<episode>/<role>/v1/` has the same paths for a role of the agent.
+`/v1/` has them for the episode that the header X-Episode names. `/healthz` needs no token on
+loopback.
 """
 
 import asyncio
@@ -44,8 +45,10 @@ from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, MESSAGE, RESPONSE
 from unstale.rollout.endpoint.session import AgentSession
 
 MAX_BODY_BYTES = 2 << 20
+MAX_PICTURES_BYTES = 32 << 20
+"""Largest body for a policy that reads pictures: an agent sends all of them with each call."""
 REQUEST_TIMEOUT_S = 30.0
-"""Seconds in which the body of a request must arrive."""
+"""Seconds within which the body of a request must arrive."""
 PATHS = {
     "/chat/completions": CHAT,
     "/responses": RESPONSE,
@@ -55,23 +58,20 @@ PATHS = {
     "/models": None,
     "/record": None,
 }
-"""The paths of an episode. A path for POST requests has the schema of the request body, a path for
-GET requests None.
-"""
+"""Path below an episode's URL -> schema of the body for a POST request, None for a GET request."""
 MODEL = "policy"
-"""Name of the model in answers to requests that name none."""
+"""Name of the model in answers to requests without a name."""
 
 FindSession = Callable[[str], AgentSession]
-"""A function that returns the session of an episode by its name. It raises `Refused` if there is
-none.
-"""
+"""A function that returns the session of the episode with this name, or raises `Refused`."""
 
 
 class RecordingEndpoint:
     """A server that answers agents and records every token. It runs inside `async with`.
 
-    `opened` adds the session of an episode. For an episode that was not added, `find` is called
-    with the episode's name and returns its session.
+    `opened` adds the session of an episode. `find` is called with the name of an episode that was
+    not added, and returns its session. `token` is the secret token of all clients (None: a random
+    one), and `port` 0 chooses a free port.
     """
 
     def __init__(
@@ -142,7 +142,9 @@ class RecordingEndpoint:
 
     @contextmanager
     def opened(self, session: AgentSession) -> Iterator[str]:
-        """Serve an episode until the context ends. Yield its base URL."""
+        """Serve an episode until the context ends. The context's value is the episode's base
+        URL.
+        """
         key = secrets.token_hex(8)
         self._sessions[key] = session
         try:
@@ -238,14 +240,15 @@ class RecordingEndpoint:
                 status=415,
                 code="unsupported_encoding",
             )
+        most = MAX_PICTURES_BYTES if session.chat.reads_pictures else MAX_BODY_BYTES
         data = bytearray()
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 async for part in request.stream():
                     data += part
-                    if len(data) > MAX_BODY_BYTES:
+                    if len(data) > most:
                         raise Refused(
-                            f"a body has at most {MAX_BODY_BYTES} bytes",
+                            f"a body has at most {most} bytes",
                             status=413,
                             code="too_large",
                         )
@@ -255,7 +258,7 @@ class RecordingEndpoint:
 
 
 class _Server(LimitedServer):
-    """A server that does not handle signals. The program handles them."""
+    """A server that leaves signals to the program."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -271,9 +274,9 @@ def refuse_unknown(key: str) -> AgentSession:
 
 
 def _load_certificate(config: EndpointConfig) -> ssl.SSLContext | None:
-    """Return the context of TLS. None without a certificate.
+    """Return the TLS context for `endpoint.certificate`, or None without a certificate.
 
-    Raises `ConfigError` if a file cannot be read, or the key does not belong to the certificate.
+    Raises `ConfigError` if a file cannot be read, or the key is not that of the certificate.
     """
     if not config.certificate:
         return None

@@ -32,22 +32,24 @@ from unstale.rollout.transcript import NotReplayed, Transcript
 from unstale.rollout.turn_limit import AllowedTurns
 
 CHUNK_TOKENS = 16
-"""Tokens per request to the engine, for replies that are streamed or may end at a stop text. The
-reply is examined after each such part.
+"""Tokens per request to the engine, if a reply is streamed or may end at a stop text. The text is
+examined after each chunk.
 """
 
 _T = TypeVar("_T")
 OnText = Callable[[int, str], None]
-"""A function called with the index of a choice and its text so far, each time the text grows."""
+"""A function `(index, text)`, called each time the text of an answer grows. `index` is that of the
+answer among the `n` that the request asks for, and `text` is the whole text so far.
+"""
 
 
 @dataclass(slots=True)
 class AgentSession:
     """The calls of one agent in one episode.
 
-    Each call is answered in a task of the task group `calls`. So an error of the engine ends the
-    run and not only the episode. When an edited history begins a branch (conversation), `on_event`
-    is called with `"forked"` and the details.
+    Each call is answered in a task of the task group `calls`, so that an error of the engine ends
+    the run and not only the episode. `on_event` is called with `"forked"` and details when the
+    agent edits its history, which begins a branch (a further conversation).
     """
 
     rollout: Rollout
@@ -55,36 +57,33 @@ class AgentSession:
     calls: asyncio.TaskGroup
     on_event: Callable[..., None] = lambda kind, **_: None
     reply_tokens: int = 0
-    """Largest number of tokens of a reply, in addition to the run's limits. 0 sets no further
-    limit.
-    """
+    """Largest number of tokens of a reply, besides the run's limits. 0 for no such limit."""
     stop: Stop = "done"
-    """The reason why the last call was refused: a limit, or no reply of the requested format.
-    "done" if the last call was not refused.
+    """Why the last call was refused: a limit, or no reply in the requested format. "done" if it was
+    answered.
     """
     broken: str = ""
-    """The reason why the episode cannot continue after a resume: how the agent's calls differ from
-    the recorded ones. Empty if it can continue.
+    """How the agent's calls differ from the recorded ones, so that the episode cannot be resumed.
+    Empty if they do not.
     """
     own_end: Stop = "done"
-    """The stop reason of an episode that the agent itself ends: "cut_reply" if a limit cut its last
-    reply, otherwise "done".
+    """Stop reason if the agent ends by itself: "cut_reply" if a limit cut its last reply, else
+    "done".
     """
     closed: bool = False
     num_replies: int = 0
     facts: Counter[str] = field(default_factory=Counter)
-    """Counts of options that were ignored (`endpoint.lenient`) and of replies sampled again for
-    their format.
+    """Counts that are reported with the episode: options that were ignored (`endpoint.lenient`),
+    and replies that were sampled again for their format or were cut.
     """
     _unclaimed: list[Transcript] = field(init=False)
     _transcripts: dict[int, Transcript] = field(default_factory=dict)
     _conversation: Conversation = field(init=False)
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """A lock that is held while a thread or the event loop changes the conversation."""
+    """Held while the conversation is changed, by a thread or on the event loop."""
     _running: set[asyncio.Task[list[Choice] | Refused]] = field(default_factory=set)
     _num_pending: int = 0
     _num_refusals: int = 0
-    """Number of calls that a limit refused."""
     _changed_at: float | None = None
     _limit: asyncio.Timeout | None = None
 
@@ -102,7 +101,7 @@ class AgentSession:
 
     @property
     def transcripts(self) -> list[Transcript]:
-        """The records of all branches (conversations) of the episode, in order of their start."""
+        """The transcripts of all conversations of the episode, in the order of their start."""
         return [self.transcript, *self.transcript.branches]
 
     def start(
@@ -111,11 +110,11 @@ class AgentSession:
         on_text: OnText,
         on_prompt: Callable[[int], None] = lambda num_tokens: None,
     ) -> "asyncio.Task[list[Choice] | Refused]":
-        """Start a task that answers a call, and return the task. Call `on_prompt` with the number
-        of the prompt's tokens before the first text.
+        """Return a new task that answers a call. Its result is the list of answers, or the refusal.
 
-        The task's result is the list of answers, or the refusal. The caller must cancel the task if
-        the client disconnects. Raises `Refused` if the episode or the run has ended.
+        `on_prompt` is called with the prompt's number of tokens before `on_text` is called with
+        texts. The caller must cancel the task if the client disconnects. Raises `Refused` if the
+        episode or the run has ended.
         """
         self._require_open()
         self.facts.update(f"overridden_{name}" for name in request.overridden)
@@ -130,9 +129,10 @@ class AgentSession:
         return task
 
     def role(self, name: str) -> str:
-        """Return the role of a call whose base URL has the role `name`, or none.
+        """Return the agent's role for a base URL with the role `name`. Without a name it is the
+        first role.
 
-        Raises `Refused` if the task set has no such role.
+        Empty if the task set has no roles. Raises `Refused` if it does not have the role `name`.
         """
         roles = self.rollout.roles
         if name and name not in roles:
@@ -141,7 +141,7 @@ class AgentSession:
         return name or next(iter(roles), "")
 
     async def count_tokens(self, request: CompletionRequest) -> int:
-        """Return the number of tokens that the prompt of a call would have. Record nothing.
+        """Return how many tokens the prompt of a call would have. Nothing is recorded.
 
         Raises `Refused` if no reply could follow the prompt.
         """
@@ -165,10 +165,9 @@ class AgentSession:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Return a context in which `rollout.timeout_s` limits the time between two calls of the
-        agent.
+        """Return a context that raises TimeoutError after `rollout.timeout_s` without a call.
 
-        The session is closed at the end of the context.
+        At its end the session is closed: pending calls are cancelled and new ones refused.
         """
         self._changed_at = asyncio.get_running_loop().time()
         running = self.rollout.wait_times.running
@@ -211,9 +210,8 @@ class AgentSession:
             self._add_pending(-1)
 
     def _add_pending(self, change: int) -> None:
-        """Add `change` to the number of pending calls.
-
-        The agent's time limit between two calls runs only while no call is pending.
+        """Add `change` to the number of pending calls. The time limit runs only while this number
+        is 0.
         """
         self._count_time()
         before = self._waits_for
@@ -239,10 +237,10 @@ class AgentSession:
         return "generation_wait" if self._num_pending else "tool_wait"
 
     async def _place_all(self, request: CompletionRequest) -> list[Continuation]:
-        """Find or begin a conversation (branch) for each answer of a request.
+        """Return a branch (conversation) for each answer of a request, with the context added to
+        it.
 
-        Add the request's context to each. If one answer is not possible, raise `Refused` and change
-        nothing.
+        Raises `Refused`, and changes nothing, if one of the answers is not possible.
         """
         async with self._asking:
             places = await self._ask_in_thread(request)
@@ -283,9 +281,7 @@ class AgentSession:
             del asking  # its error holds this frame, and so would hold the request
 
     def _ask_all(self, request: CompletionRequest) -> list[Continuation]:
-        """Find or begin a branch (conversation) for each answer of a request, and encode its
-        context.
-        """
+        """Return a branch (conversation) for each answer of a request, with its encoded context."""
         places: list[Continuation] = []
         try:
             with self._refusing(request.field):
@@ -304,10 +300,10 @@ class AgentSession:
 
     @contextmanager
     def _refusing(self, field: str) -> Iterator[None]:
-        """Raise `Refused` for a history that the model cannot reply to or the chat template cannot
-        write.
+        """Return a context that raises `Refused` if the chat template or the model cannot handle a
+        history.
 
-        `field` is the request's field with the history.
+        `field` is the name of the history in the request.
         """
         try:
             yield
@@ -324,7 +320,7 @@ class AgentSession:
     def _check_size(self, request: CompletionRequest) -> None:
         """Raise `Refused` for a prompt that is certainly too long.
 
-        It is checked before tokenizing, which would block the event loop.
+        This is checked before tokenizing, which would take long.
         """
         call = request.call
         history = () if isinstance(call.history, str) else call.history
@@ -336,7 +332,7 @@ class AgentSession:
         self._require_budget(request, num_tokens, "at least ")
 
     def _refuse(self, stop: Stop) -> None:
-        """Record that a call is refused, and why. If the agent then fails, its episode ends with
+        """Record why a call is refused. If the agent fails because of it, the episode ends with
         this reason.
         """
         self.stop = stop
@@ -369,10 +365,10 @@ class AgentSession:
         self.num_replies += replies
 
     def _claim(self, place: Continuation) -> Transcript:
-        """Return the record (transcript) to which a new branch (conversation) is written.
+        """Return the transcript of a new branch (conversation).
 
-        In a resumed episode, this is the recorded branch that begins with the same context, if
-        there is one.
+        In a resumed episode it is the recorded one that begins with the same context, if there is
+        one.
         """
         role = place.branch.role
         matching = [
@@ -401,9 +397,9 @@ class AgentSession:
     async def _reply(
         self, place: Continuation, request: CompletionRequest, on_text: Callable[[str], None]
     ) -> Choice | Refused:
-        """Sample a reply. If it lacks the requested `response_format`, sample it again.
+        """Return a sampled reply. If it lacks the requested `response_format`, sample another one.
 
-        Each new sample is in a further conversation (branch). After the last retry, return a
+        Each further sample is in a new branch (conversation). After the last retry, return a
         refusal.
         """
         wanted = request.format
@@ -451,8 +447,8 @@ class AgentSession:
     def _choice(
         self, branch: Branch, request: CompletionRequest, tokens: list[int], *, ended: bool
     ) -> Choice:
-        """Return the sampled tokens as an answer, and record the form that later histories may
-        repeat.
+        """Return the sampled tokens as an answer, and record its text for comparison with later
+        histories.
         """
         call = request.call
         chat = call.chat(self.chat)
@@ -492,22 +488,24 @@ class AgentSession:
 
 
 def num_prompt_tokens(branch: Branch) -> int:
-    """Return the number of tokens before the last answer of a branch (conversation)."""
+    """Return how many tokens of a conversation come before its last answer."""
     return sum(len(piece.tokens) for piece in branch.pieces[: branch.exchanges[-1].start])
 
 
 def generation_options(
     chat: Chat, request: CompletionRequest, on_text: Callable[[str], None]
 ) -> GenerationOptions:
-    """Return the options for sampling: the length limit, stop texts and the streaming callback."""
+    """Return the sampling options of a request: its limit of tokens and its stop texts.
+
+    If the request is streamed, `on_text` is called with the text after each chunk.
+    """
 
     def has_stop(text: str) -> bool:
         return any(stop in text for stop in request.stops)
 
     def find_end(tokens: Sequence[int]) -> int | None:
-        """Return the number of tokens up to the end of the first stop text.
-
-        None if there is none.
+        """Return how many tokens it takes to complete the first stop text. None without a stop
+        text.
         """
         text = chat.text(tokens)
         if request.stream:
@@ -524,8 +522,6 @@ def generation_options(
 
 
 def _begins_with(pieces: Sequence[Piece], context: Sequence[ContextPiece]) -> bool:
-    """Return True if recorded pieces (runs of sampled tokens) and a context have the same tokens,
-    up to the shorter end.
-    """
+    """Return True if recorded tokens and a context agree, up to the end of the shorter one."""
     known = pieces[: len(context)]
     return list(known) == list(context[: len(known)])

@@ -1,11 +1,9 @@
-"""Requests and answers in the format of the OpenAI API."""
+"""Requests and answers of the OpenAI API."""
 
 import json
 import math
 import reprlib
-from base64 import b64decode
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ from unstale.config.files import MAX_DEPTH, is_too_deep
 from unstale.envs import Image, Message, ToolCall
 from unstale.envs.strict_json import loads
 from unstale.envs.tokens import text_offsets
+from unstale.pictures import read_data_url
 from unstale.records import ContextPiece, Piece, Placed, Sampled
 from unstale.rewards import workers
 from unstale.rewards.schemas import satisfies
@@ -34,7 +33,7 @@ from unstale.rollout.endpoint.schemas import (
 )
 
 LOGP_FLOOR = -9999.0
-"""Log-probability in place of -infinity, which JSON cannot express. OpenAI's answers use the same
+"""Log-probability that stands for -infinity, which JSON cannot express. OpenAI uses the same
 value.
 """
 
@@ -44,24 +43,24 @@ STRICT = EndpointConfig()
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """The JSON Schema that a reply must satisfy. A reply that does not satisfy it is sampled again.
+    """A JSON Schema that a reply must satisfy. Otherwise the reply is sampled again.
 
     Replies with tool calls are not checked.
     """
 
     schema: Mapping[str, Any]
     retries: int
-    """Number of times that a reply is sampled again if it does not satisfy the schema."""
+    """Largest number of times that a reply is sampled again."""
 
     def accepts(self, message: Message) -> bool:
-        """Return True if a message satisfies the schema, or has tool calls.
+        """Return True if a message satisfies the schema or has tool calls.
 
-        Blocks until the check is done or has taken too long, which counts as a wrong message.
+        Blocks during the check. A check that takes too long counts as not satisfied.
         """
         return bool(message.tool_calls) or bool(satisfies(message.content, self.schema))
 
     def require_usable(self) -> None:
-        """Raise `Refused` for a schema that is not valid, or that takes too long to check."""
+        """Raise `Refused` if the schema is invalid or takes too long to check."""
         try:
             is_quick = satisfies("null", self.schema) is not None
         except ValueError as error:
@@ -73,7 +72,7 @@ class ReplyFormat:
             )
 
     def instruct(self, history: Sequence[HistoryMessage]) -> tuple[HistoryMessage, ...]:
-        """Return the history with a description of the format in its system message."""
+        """Return the history with a system message that describes the schema."""
         schema = json.dumps(self.schema)
         text = f"Write the final reply as JSON only. It must satisfy this JSON Schema:\n{schema}"
         if not history or history[0].message.role != "system":
@@ -85,7 +84,7 @@ class ReplyFormat:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A call of an agent, with the options of its answer."""
+    """A request for answers, with its options, whatever API it came from."""
 
     call: Call
     choices: int
@@ -94,18 +93,18 @@ class CompletionRequest:
     logprobs: bool
     stream: bool
     usage: bool
-    """True if a streamed answer must end with the numbers of tokens."""
+    """True if the last event of a stream must have the numbers of tokens."""
     calls: bool
-    """True if text in the form of a tool call is returned as a tool call."""
+    """True if a tool call in the reply's text is returned as a tool call, not as text."""
     format: ReplyFormat | None = None
     overridden: tuple[str, ...] = ()
-    """Names of the options of the request that are ignored (`endpoint.lenient`)."""
+    """Names of the request's options that are ignored because of `endpoint.lenient`."""
     field: str = "messages"
-    """The request's field that contains the prompt, for errors."""
+    """Name of the request's field that has the prompt, for error texts."""
 
 
 class AnswerToken(NamedTuple):
-    """A token of an answer. Its bytes are UTF-8, and may be a part of a character.
+    """A token of an answer: its UTF-8 bytes, which may be part of a character, and log-probability.
 
     `data` is empty unless the request asked for log-probabilities.
     """
@@ -116,7 +115,7 @@ class AnswerToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the `n` answers to a request: a message, its tokens and their log-probabilities.
+    """One of the `n` answers to a request.
 
     `finish` is OpenAI's `finish_reason`: "stop", "length" or "tool_calls".
     """
@@ -126,11 +125,11 @@ class Choice:
     tokens: tuple[AnswerToken, ...]
     num_prompt_tokens: int
     stop_text: str = ""
-    """The stop text at which the answer ends. Empty if it ends otherwise."""
+    """The stop text that ended the answer. Empty if none did."""
 
 
 class SentMessage(NamedTuple):
-    """A message of a request, its place in the request and, for a result, the id of its call."""
+    """A message of a request, and its path there. For a result, also the id of the tool call."""
 
     message: HistoryMessage
     path: str
@@ -138,12 +137,12 @@ class SentMessage(NamedTuple):
 
 
 class ResultTerms(NamedTuple):
-    """The words of one API with which errors describe results of tool calls."""
+    """Words with which errors describe the results of tool calls, in the terms of one API."""
 
     id_field: str
-    """Name of the field of a result that has the id of its call."""
+    """Name of the field with the id of the tool call."""
     place: str
-    """A sentence that says where the results of a reply's calls must be."""
+    """A sentence that says where the results must be."""
 
 
 CHAT_TERMS = ResultTerms(
@@ -153,9 +152,9 @@ CHAT_TERMS = ResultTerms(
 
 
 def load(data: bytes) -> dict[str, Any]:
-    """Parse the body of a request as JSON.
+    """Return the body of a request, parsed as JSON.
 
-    Raises `Refused` if it is not a JSON object, or is nested too deeply.
+    Raises `Refused` if it is no JSON object, or is nested more than `MAX_DEPTH` times.
     """
     try:
         body = loads(data)
@@ -173,8 +172,8 @@ def read_chat(
 ) -> CompletionRequest:
     """Check and read a chat request.
 
-    Raises `Refused` for an invalid request. Without `endpoint.lenient`, sampling options that
-    differ from the run's are refused, too.
+    `temperature` is the run's. Raises `Refused` if the request is invalid or, without
+    `endpoint.lenient`, if its sampling options differ from the run's.
     """
     body, overridden = without_overridden(body, CHAT, temperature, config)
     reply_format = None
@@ -199,9 +198,9 @@ def read_chat(
 def read_completion(
     body: Mapping[str, Any], *, temperature: float, config: EndpointConfig = STRICT
 ) -> CompletionRequest:
-    """Check and read a request to continue a text.
+    """Check and read a request to continue a text or a list of tokens.
 
-    Raises `Refused` for the same reasons as `read_chat`.
+    Arguments and errors are those of `read_chat`.
     """
     body, overridden = without_overridden(body, COMPLETION, temperature, config)
     require(body, COMPLETION, "")
@@ -215,9 +214,8 @@ def read_completion(
 
 
 def _as_user(each: HistoryMessage) -> HistoryMessage:
-    """Return a system message as a user message.
-
-    Most chat templates allow a system message only at the start.
+    """Return a system message as a user message: most templates allow a system message only
+    first.
     """
     if each.message.role != "system":
         return each
@@ -236,9 +234,10 @@ def read_format(requested: Mapping[str, Any], config: EndpointConfig) -> ReplyFo
 def without_overridden(
     body: Mapping[str, Any], schema: Schema, temperature: float, config: EndpointConfig
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return a request without the options and fields that are ignored, and their names.
+    """Return a request without what `endpoint.lenient` ignores, and the names of the ignored
+    options.
 
-    Without `endpoint.lenient`, nothing is ignored.
+    `schema` is that of the request. Without `endpoint.lenient`, nothing is ignored.
     """
     if not config.lenient:
         return body, ()
@@ -301,7 +300,8 @@ def read_parts(
 ) -> tuple[str, tuple[Image, ...]]:
     """Return the text of a message's content, and its pictures.
 
-    Raises `Refused` for a part without its text, or a picture that is not in the request itself.
+    Raises `Refused` if a part lacks its text or picture, or if a picture is not in the request
+    itself.
     """
     if isinstance(content, str):
         return content, ()
@@ -321,10 +321,8 @@ def read_parts(
 
 def _data_of(url: str, path: str) -> bytes:
     """Return the file in a data URL. Raises `Refused` for another URL."""
-    head, comma, data = url.partition(",")
-    if comma and head.startswith("data:image/") and head.endswith(";base64"):
-        with suppress(ValueError):
-            return b64decode(data, validate=True)
+    if (data := read_data_url(url)) is not None:
+        return data
     raise Refused(
         f"{path} must be a data URL with base64 (data:image/png;base64,...), got "
         f"{reprlib.repr(url)}: the endpoint fetches no pictures",
@@ -335,14 +333,14 @@ def _data_of(url: str, path: str) -> bytes:
 def in_order(
     sent: Sequence[SentMessage], terms: ResultTerms, config: EndpointConfig
 ) -> tuple[tuple[HistoryMessage, ...], tuple[str, ...]]:
-    """Return the messages with the results after each reply in the order of its tool calls.
+    """Return the messages, with the results after each reply in the order of its tool calls.
 
-    Most chat templates write no ids, so the order tells the policy which result is which. Raises
-    `Refused` unless each call has one result. A reply without tool calls may be followed by results
-    without ids, for agents that read calls out of the text themselves.
+    Most chat templates write no ids, so the policy identifies a result by its order. Raises
+    `Refused` unless each tool call has one result. For agents that parse calls from text, a reply
+    without tool calls may have results without ids.
 
-    A system message that is not the first is refused. With `endpoint.lenient` it becomes a user
-    message, and `("system_message",)` is returned besides.
+    A later system message is refused. With `endpoint.lenient` it becomes a user message, and the
+    second returned value is `("system_message",)` instead of ().
     """
     begins = [at for at, each in enumerate(sent) if each.message.message.role != "tool"]
     if begins[:1] != [0]:
@@ -371,9 +369,9 @@ def in_order(
 def _in_order_of_calls(
     reply: SentMessage, results: Sequence[SentMessage], terms: ResultTerms
 ) -> Sequence[SentMessage]:
-    """Return the tool results after a reply, in the order of the reply's tool calls.
+    """Return the results after a reply, in the order of its tool calls.
 
-    Raises `Refused` if the ids of the calls and of the results do not match.
+    Raises `Refused` if the ids of calls and results do not match.
     """
     ids = [call.id for call in reply.message.message.tool_calls]
     if not ids and not any(each.call_id for each in results):
@@ -419,7 +417,7 @@ def _read_call(call: Any, path: str) -> ToolCall:
 
 
 def message(answer: HistoryMessage) -> dict[str, Any]:
-    """Return a reply as an OpenAI chat message, in the form of a JSON record."""
+    """Return a reply as the JSON object of an OpenAI chat message."""
     content = answer.message.content
     calls = answer.message.tool_calls
     record: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
@@ -441,7 +439,7 @@ _KINDS = {ContextPiece: "context", Sampled: "sampled", Placed: "placed"}
 
 
 def pieces(recorded: Sequence[Piece]) -> list[dict[str, Any]]:
-    """Return pieces (runs of tokens) as JSON records, with versions and log-probabilities."""
+    """Return pieces (runs of tokens) as JSON objects, with versions and log-probabilities."""
     return [
         {
             "kind": _KINDS[type(piece)],
@@ -453,7 +451,7 @@ def pieces(recorded: Sequence[Piece]) -> list[dict[str, Any]]:
 
 
 def chat_logprobs(tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-    """Return an answer's tokens and log-probabilities, as `logprobs` of an OpenAI chat answer."""
+    """Return the field `logprobs` of an OpenAI chat answer."""
     return {
         "content": [
             {
@@ -469,7 +467,7 @@ def chat_logprobs(tokens: Sequence[AnswerToken]) -> dict[str, Any]:
 
 
 def text_logprobs(tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-    """Return an answer's tokens and log-probabilities, in the format of `/completions`."""
+    """Return the field `logprobs` of an answer to `/completions`."""
     return {
         "tokens": [token.data.decode(errors="replace") for token in tokens],
         "token_logprobs": [_finite(token.logp) for token in tokens],
@@ -479,7 +477,7 @@ def text_logprobs(tokens: Sequence[AnswerToken]) -> dict[str, Any]:
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, int]:
-    """Return the numbers of prompt and answer tokens, as the field `usage` of an answer."""
+    """Return the field `usage` of an answer: the numbers of its prompt and answer tokens."""
     prompt = choices[0].num_prompt_tokens
     completion = sum(len(choice.tokens) for choice in choices)
     return {

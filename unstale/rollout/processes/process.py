@@ -1,6 +1,4 @@
-"""A rollout process as the run's process sees it: start it, exchange messages, and notice its
-end.
-"""
+"""One rollout process, seen from the main process: start it, exchange messages, notice its end."""
 
 import asyncio
 import os
@@ -18,11 +16,11 @@ from unstale.frames import last_words
 from unstale.rollout.processes.wire import DECODE_EVENTS, Command, Event, Setup, encode, read_frame
 
 SILENT_S = 60.0
-"""Seconds without a message after which a rollout process is killed. It sends a message every
-`TICK_S` seconds.
+"""Seconds without a message after which a rollout process is killed. A live one sends a message
+every `TICK_S` seconds.
 """
 START_S = 300.0
-"""Seconds within which a new rollout process must be ready. It imports torch and opens the task
+"""Seconds that a new rollout process has to become ready. It imports torch and opens the task
 set.
 """
 _KILL_S = 2.0
@@ -30,12 +28,12 @@ _POLL_S = 0.01
 
 
 class RolloutProcess:
-    """A child process that runs episodes. `run` receives its events until it ends."""
+    """A child process that runs episodes. `run` handles its events until it ends."""
 
     def __init__(self, program: Sequence[str], setup: Setup) -> None:
-        """Start the process.
+        """Start the process with the command line `program`, followed by the number of a socket.
 
-        `program` is its command line, to which the socket's number is appended.
+        `setup` is the first message that it gets.
         """
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._socket, inner = socket.socketpair()
@@ -59,7 +57,7 @@ class RolloutProcess:
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Send a command. All commands of one iteration of the event loop are sent together."""
+        """Send a command. All commands of one iteration of the event loop go into one frame."""
         if not self._unsent and self._writer is not None:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(command)
@@ -70,12 +68,14 @@ class RolloutProcess:
             self._writer.write(encode(commands))
 
     def end(self, reason: str) -> None:
-        """Kill the process. `reason` is reported as the cause of its end."""
+        """Kill the process. `run` then returns `reason`."""
         self._ended_because = self._ended_because or reason
         self._kill()
 
     async def run(self, handle: Callable[[Event], None]) -> str:
-        """Call `handle` with each event from the process. When it has ended, return the reason."""
+        """Call `handle` with each event from the process. Return why the process ended, once it
+        has.
+        """
         try:
             reader, self._writer = await asyncio.open_connection(sock=self._socket)
             self._unsent.insert(0, self._setup)
@@ -97,9 +97,7 @@ class RolloutProcess:
             self._close()
 
     async def _why_it_ended(self) -> str:
-        """Return a text that describes how the process ended, with the last line that it
-        printed.
-        """
+        """Return a text that says how the process ended, with the last line of its output."""
         for _ in range(round(_KILL_S / _POLL_S)):
             if self._process.poll() is not None:
                 break
@@ -126,9 +124,9 @@ class RolloutProcess:
 
 
 def program(module: str) -> list[str]:
-    """Return the command that starts a process which calls `main(socket, parent)` of a module.
+    """Return the command line of a process that calls `main(socket, parent)` of this module.
 
-    The new process has the same module search path as this one.
+    The process has the same module search path as this one.
     """
     path = [each or os.getcwd() for each in sys.path]
     code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(*sys.argv[1:])"

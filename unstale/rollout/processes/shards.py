@@ -1,4 +1,4 @@
-"""Rollout in several processes, as the run's process sees it."""
+"""Rollout in several processes, seen from the main process."""
 
 import asyncio
 import itertools
@@ -50,18 +50,20 @@ from unstale.rollout.rounds import Start
 from unstale.rollout.transcript import EpisodeWriter, OpenWriter
 
 MAX_DEATHS = 3
-"""Number of times in a row that a rollout process may die without finishing a group."""
+"""Number of rollout processes in a row that may die without finishing a group before the run
+ends.
+"""
 CHECK_S = 1.0
-"""Seconds between two checks that an engine works or is being restarted."""
+"""Seconds between two checks that at least one engine works or is being restarted."""
 
 
 class RolloutFailed(RuntimeError):
-    """Error: a rollout process cannot run episodes, or rollout processes died too often."""
+    """Error: a rollout process cannot start or fails, or several in a row have died."""
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt at an episode in a rollout process: all that the process has sent of it so far."""
+    """An attempt at an episode in a rollout process: what the main process has received of it."""
 
     index: int
     episode: int
@@ -73,7 +75,7 @@ class _Attempt:
     outcome: Trajectory | Failure | None = None
 
     def add(self, piece: Piece) -> int:
-        """Add recorded tokens. Return the position of the first one in the episode."""
+        """Add a piece (run of tokens). Return the offset of its first token in the episode."""
         start = len(self.tokens)
         self.tokens += piece.tokens
         self.pieces.append(piece)
@@ -81,7 +83,7 @@ class _Attempt:
 
 
 class _Job:
-    """Episodes of one group that a rollout process runs, and all that it has sent of them."""
+    """Episodes of one group that a rollout process runs, with what was received of them."""
 
     def __init__(
         self,
@@ -97,14 +99,15 @@ class _Job:
         self.open_writer = open_writer
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.attempts: dict[int, _Attempt] = {}
-        """The latest attempt at each episode, by the episode's index in its group."""
+        """Index of an episode in its group -> the latest attempt at it."""
         self._records = dict(records)
         self._failures = {index: record.failures for index, record in records.items()}
 
     def began(self, event: Began) -> _Attempt:
-        """Return the attempt that an event announces: a new one, or a known one that continues.
+        """Return the attempt that an event announces.
 
-        A known attempt is one that a process sent earlier or that was recorded before a resume.
+        It is a new attempt, or with `event.again` one that continues, from what was received of it
+        or from the record before a resume.
         """
         known = self.attempts.get(event.index)
         writer = self.open_writer(
@@ -127,22 +130,17 @@ class _Job:
         return attempt
 
     def count_failure(self, index: int) -> int:
-        """Count a failed attempt at the episode with this index.
-
-        Return how many of its attempts failed.
-        """
+        """Count a failed attempt at this episode. Return how many attempts at it have failed."""
         self._failures[index] = self._failures.get(index, 0) + 1
         return self._failures[index]
 
     def restart(self, index: int) -> None:
-        """Delete the attempt at an episode, because it could not be replayed."""
+        """Forget the attempt at this episode, which could not be replayed."""
         del self.attempts[index]
         self._records.pop(index, None)
 
     def command(self) -> RunEpisodes:
-        """Return the command that runs the episodes, from the state in which they were last
-        sent.
-        """
+        """Return the command that runs the episodes, each from what was received of it so far."""
         records = self._records | {
             index: EpisodeRecord(
                 attempt.episode,
@@ -165,7 +163,7 @@ class _Job:
         )
 
     def outcomes(self) -> list[Trajectory | Failure]:
-        """Return the outcome of each episode of the job, in the order of their indices."""
+        """Return the outcome of each episode, in the order of the indices in the group."""
         found = []
         for index in self.indices:
             attempt, record = self.attempts.get(index), self._records.get(index)
@@ -176,24 +174,22 @@ class _Job:
 
 
 class _Shard:
-    """One rollout process and its groups. If it dies, a new process continues the groups."""
+    """A rollout process and its jobs. If the process dies, a new one continues the jobs."""
 
     def __init__(self, rollout: "ProcessRollout", number: int) -> None:
         self.jobs: dict[int, _Job] = {}
         self.error: Exception | None = None
-        """The reason why no rollout process can run the episodes of this object any more. None
-        while one can.
-        """
+        """Why no process can run episodes any more. None while one can."""
         self.running: Mapping[str, int] = {}
-        """For each activity, such as waiting for tools, the number of episodes in it."""
+        """Name of an activity, such as "tool_wait" -> number of episodes in it."""
         self._rollout = rollout
         self._number = number
         self._process: RolloutProcess | None = None
         self._is_ready = False
         self._attempts: dict[int, _Attempt] = {}
-        """The attempts that have not ended, by the number of the episode."""
+        """Number of an episode -> the attempt at it, until the attempt ends."""
         self._jobs_of: dict[int, _Job] = {}
-        """The job of each attempt that has not ended, by the number of the episode."""
+        """Number of an episode -> its job, until the attempt at the episode ends."""
         self._next_episode = -1
         self._deaths = 0
         self._key = -1
@@ -203,10 +199,9 @@ class _Shard:
         return self._process.pid if self._process else None
 
     def begin(self, job: _Job) -> None:
-        """Send the episodes of a job to the process, without waiting for their end.
+        """Send a job to the process and return at once.
 
-        Without a process, the next one gets them. Raises `error` if no process can be started any
-        more.
+        While no process runs, the job waits for the next one. Raises `error` if there will be none.
         """
         if self.error:
             raise self.error
@@ -215,7 +210,7 @@ class _Shard:
             self._process.send(job.command())
 
     def cancel(self, job: _Job) -> None:
-        """Cancel the episodes of a job. Messages about them that arrive later are ignored."""
+        """Cancel the episodes of a job. Later events about them are ignored."""
         self.jobs.pop(job.number, None)
         for episode in [each for each, its_job in self._jobs_of.items() if its_job is job]:
             self._forget(episode)
@@ -223,9 +218,9 @@ class _Shard:
             self._process.send(CancelEpisodes(job.number))
 
     async def run(self, first_episode: int) -> None:
-        """Run a rollout process, and a new one whenever it dies, until no process can run episodes.
+        """Run a process, and another one whenever it dies, until `error` is set.
 
-        `first_episode` is the number of the first episode.
+        `first_episode` is the number of the first process's first episode.
         """
         self._next_episode = first_episode
         try:
@@ -253,9 +248,8 @@ class _Shard:
             self.running = {}
 
     def _died(self, reason: str) -> None:
-        """Log the end of a process.
-
-        If several in a row died without finishing a group, fail the shard.
+        """Log the end of a process. Call `fail` if it never became ready, or if too many died in a
+        row.
         """
         if self.error:
             return
@@ -276,7 +270,7 @@ class _Shard:
             )
 
     def fail(self, error: Exception) -> None:
-        """Make the groups of this rollout process raise an error, which ends the run."""
+        """Set `error` and raise it in all jobs, which ends the run."""
         self.error = self.error or error
         for job in self.jobs.values():
             if not job.ended.done():
@@ -347,7 +341,7 @@ class _Shard:
             self._rollout.on_piece(PendingPiece(episode, attempt.tokens, start, piece))
 
     def _outcome(self, attempt: _Attempt, outcome: Trajectory | Failure) -> None:
-        """Write the outcome of an attempt to the journal, and store it until its job ends."""
+        """Write the outcome of an attempt to the journal, and keep it until the job ends."""
         attempt.outcome = outcome
         attempt.writer.write_outcome(outcome)
         job = self._forget(attempt.episode)
@@ -359,10 +353,7 @@ class _Shard:
             self._rollout.on_end(attempt.episode)
 
     def _forget(self, episode: int) -> _Job:
-        """Stop expecting events of an attempt at an episode.
-
-        Return the `_Job` to which it belongs.
-        """
+        """Ignore further events about this episode's attempt. Return the attempt's job."""
         del self._attempts[episode]
         return self._jobs_of.pop(episode)
 
@@ -379,9 +370,9 @@ class _Shard:
 class ProcessRollout(Rollout):
     """A `Rollout` whose episodes run in other processes.
 
-    All episodes of a group run in one process. If it dies, a new process continues them from what
-    the run's process has received, as after a resume. The limit on failures, the journal's records
-    and all callbacks are in the run's process.
+    All episodes of a group run in the same process. If it dies, a new process continues them from
+    what the main process has received, as after a resume. The main process applies the limit on
+    failures, writes the journal and calls all callbacks.
     """
 
     def __init__(
@@ -394,9 +385,10 @@ class ProcessRollout(Rollout):
         on_blocked: Callable[[str, float], None] = lambda name, seconds: None,
         **options: Any,
     ) -> None:
-        """Create a rollout in `setup.stride` processes, each started by the command `program`.
+        """Create a rollout in `setup.stride` processes, which the command line `program` starts.
 
-        `on_event` is called with `rollout_process_lost` when a process ends. The other arguments
+        `hub` connects the processes with the engines. `on_event` is called with
+        `rollout_process_lost` when a process dies, and with what processes log. The other arguments
         are those of `Rollout`.
         """
         super().__init__(*arguments, on_blocked=on_blocked, **options)
@@ -411,12 +403,12 @@ class ProcessRollout(Rollout):
 
     @property
     def pids(self) -> list[int | None]:
-        """The process id of each rollout process. None for one that is not running."""
+        """The process id of each rollout process. None for a process that does not run."""
         return [shard.pid for shard in self._shards]
 
     @asynccontextmanager
     async def _processes(self, resources: Any) -> AsyncIterator[None]:
-        """Return a context in which the rollout processes run."""
+        """Return a context in which the rollout processes run, besides the context `resources`."""
         async with resources:
             tasks = [
                 asyncio.ensure_future(shard.run(self._num_episodes + number))
@@ -431,9 +423,8 @@ class ProcessRollout(Rollout):
                 await asyncio.wait(tasks)
 
     async def _watch(self) -> None:
-        """Make all groups raise an error whenever no engine works and none is being restarted.
-
-        The coroutine never ends by itself.
+        """Check regularly, without end, that an engine works. Otherwise make all jobs raise
+        `EngineDied`.
         """
         pool = self.generator.engine
         assert isinstance(pool, EnginePool)
@@ -471,7 +462,7 @@ class ProcessRollout(Rollout):
         return outcomes
 
     def count_waits(self, seconds: Mapping[str, float]) -> None:
-        """Add the seconds for which the episodes of a rollout process waited, by activity."""
+        """Add the seconds for which one process's episodes waited, by activity."""
         for name, each in seconds.items():
             self.wait_times.add(name, each)
         self.wait_times.running.clear()

@@ -1,7 +1,7 @@
-"""The messages between the run's process and its rollout processes, in MessagePack.
+"""The messages between the main process and its rollout processes, in MessagePack.
 
-The types are checked when a message is read. Tokens and log-probabilities are packed in native byte
-order: both processes are on one machine.
+Types are checked when a message is read. Tokens and log-probabilities are in native byte order,
+because all processes are on one machine.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _LENGTH = struct.Struct("=Q")
 
 
 class WireExperts(msgspec.Struct, array_like=True):
-    """The message form of `RoutedExperts`, without the experts of earlier tokens."""
+    """`RoutedExperts` (the experts that each token used) as a message, without earlier tokens."""
 
     start: int
     shape: tuple[int, int, int]
@@ -44,9 +44,9 @@ class WireExperts(msgspec.Struct, array_like=True):
 
 
 class WirePiece(msgspec.Struct, array_like=True):
-    """The message form of a `Piece`: successive tokens of an episode with one origin.
+    """A `Piece` as a message: successive tokens of an episode that have the same origin.
 
-    `logps` is None for context, whose version is -1.
+    `logps` is None for context tokens, whose `version` is -1.
     """
 
     tokens: bytes
@@ -58,7 +58,7 @@ class WirePiece(msgspec.Struct, array_like=True):
 
 
 class WireFailure(msgspec.Struct, tag=True):
-    """The message form of a `Failure`."""
+    """A `Failure` as a message."""
 
     task: Task
     stage: str
@@ -77,7 +77,7 @@ class WireFailure(msgspec.Struct, tag=True):
 
 
 class WireTrajectory(msgspec.Struct, tag=True):
-    """The message form of a `Trajectory`, without its tokens, which earlier messages have."""
+    """A `Trajectory` as a message. Its tokens are sent before, in `Wrote` events."""
 
     rewards: dict[str, float]
     stop: Stop
@@ -89,7 +89,7 @@ WireOutcome = WireTrajectory | WireFailure
 
 
 class WireRecord(msgspec.Struct):
-    """The message form of an `EpisodeRecord`: an episode as far as the run has received it."""
+    """An `EpisodeRecord` as a message: what the main process has of an episode."""
 
     episode: int
     pieces: list[WirePiece]
@@ -99,40 +99,40 @@ class WireRecord(msgspec.Struct):
 
 
 class Setup(msgspec.Struct, tag=True):
-    """The first message to a rollout process: the run's configuration and its numbering of
+    """The first message to a rollout process: the run's configuration and how it numbers
     episodes.
     """
 
     config: dict[str, Any]
-    """The configuration of the run, as in `config.json`."""
+    """The run's configuration, in the form of `config.json`."""
     ends: tuple[int, ...]
-    """The tokens that end a reply, according to the model's generation config."""
+    """The token ids that end a reply, from the model's generation config."""
     engines: int
     max_running: int
-    """Number of replies of this process that an engine samples at the same time."""
+    """Largest number of this process's replies that one engine samples at the same time."""
     vocab_size: int
     routed: tuple[bool, ...]
     first_episode: int
-    """The number of the process's first episode."""
+    """Number of the process's first episode."""
     stride: int
-    """The difference between the numbers of two successive episodes of the process."""
+    """Difference between the numbers of two successive episodes, so that processes share no
+    number.
+    """
     ray: str = ""
-    """The address of the Ray cluster with the run's engine hosts. Empty without hosts."""
+    """Address of the Ray cluster with the engines. Empty if they do not run on Ray."""
 
 
 class RunEpisodes(msgspec.Struct, tag=True):
-    """A command: run episodes of a group. The process answers with `EpisodesEnded`."""
+    """A command: run episodes of a group. `EpisodesEnded` answers it."""
 
     job: int
     number: int
     task: Task
     seed: int
     indices: tuple[int, int]
-    """The range of the episodes' indices in their group: the first index, and the one after the
-    last.
-    """
+    """Range of the episodes' indices in their group: (first, one after the last)."""
     records: dict[int, WireRecord]
-    """The records of episodes that were begun before, by the episode's index in its group."""
+    """Index of an episode in its group -> its record, if it was begun before."""
     turn_limit: TurnLimit | None
     budget: EpisodeBudget
 
@@ -146,13 +146,13 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """An event that ends the run: the process cannot run episodes, or the user's code hangs."""
+    """An event: the process cannot run episodes, or the user's code hangs. It ends the run."""
 
     error: str
 
 
 class Began(msgspec.Struct, tag=True):
-    """An event: an attempt at an episode begins, or with `again` continues after a restart."""
+    """An event: an attempt at an episode begins, or continues with `again`."""
 
     job: int
     index: int
@@ -162,7 +162,7 @@ class Began(msgspec.Struct, tag=True):
 
 
 class Wrote(msgspec.Struct, tag=True):
-    """An event: recorded tokens for the journal."""
+    """An event: a piece (run of tokens) for the journal."""
 
     episode: int
     position: int
@@ -193,7 +193,7 @@ class Restarted(msgspec.Struct, tag=True):
 
 
 class Blocked(msgspec.Struct, tag=True):
-    """An event: the user's code blocked the event loop of the rollout process."""
+    """An event: the user's code `name` has blocked the process's event loop for `seconds`."""
 
     name: str
     seconds: float
@@ -207,9 +207,10 @@ class Logged(msgspec.Struct, tag=True):
 
 
 class Waited(msgspec.Struct, tag=True):
-    """An event: the seconds that episodes waited since the last one, and how many are waiting.
+    """An event: for how long episodes waited since the last such event, and how many wait, by
+    activity.
 
-    It is sent every `TICK_S` seconds, so it also shows that the process works.
+    It is sent every `TICK_S` seconds and so also shows that the process is alive.
     """
 
     seconds: dict[str, float]
@@ -217,7 +218,7 @@ class Waited(msgspec.Struct, tag=True):
 
 
 class EpisodesEnded(msgspec.Struct, tag=True):
-    """An event: all episodes of a command have ended. An `error` that is not empty ends the run."""
+    """An event: all episodes of a job have ended. The run ends if `error` is not empty."""
 
     job: int
     error: str = ""
@@ -242,7 +243,10 @@ Event = (
 
 
 def wire_piece(piece: Piece) -> WirePiece:
-    """Return the message form of recorded tokens, without the routed experts of earlier tokens."""
+    """Return a piece as a message, without the routed experts of earlier tokens.
+
+    Raises ValueError for pictures and for placed text, which rollout processes do not support.
+    """
     tokens = array("I", piece.tokens).tobytes()
     if isinstance(piece, ContextPiece):
         if piece.pictures:
@@ -259,10 +263,7 @@ def wire_piece(piece: Piece) -> WirePiece:
 
 
 def read_piece(piece: WirePiece) -> Piece:
-    """Return recorded tokens from their message form.
-
-    Their routed experts are not linked to earlier ones.
-    """
+    """Return the run of tokens that a message has, with only those routed experts that it has."""
     tokens = tuple(memoryview(piece.tokens).cast("I"))
     provenance = Provenance(piece.provenance)
     if piece.logps is None:
@@ -276,7 +277,7 @@ def read_piece(piece: WirePiece) -> Piece:
 
 
 def linked(piece: Piece, before: Sequence[Piece]) -> Piece:
-    """Return recorded tokens whose routed experts are linked to those of the tokens before."""
+    """Return a run of tokens whose routed experts refer to those of the tokens `before` it."""
     return link_experts(piece, before) if isinstance(piece, Sampled) else piece
 
 
@@ -291,7 +292,7 @@ def wire_outcome(outcome: Trajectory | Failure) -> WireOutcome:
 def read_outcome(
     outcome: WireOutcome, *, pieces: Sequence[Piece], task: Task, seed: int, episode: int
 ) -> Trajectory | Failure:
-    """Return the outcome of an episode from its message form. `pieces` are the episode's tokens."""
+    """Return the outcome that a message has. `pieces` are the tokens of the episode."""
     if isinstance(outcome, WireFailure):
         return outcome.read()
     return Trajectory(
@@ -307,7 +308,7 @@ def read_outcome(
 
 
 def _numbers(values: Any) -> dict[str, Any]:
-    """Return named numbers as Python's own types instead of NumPy's."""
+    """Return a dict whose NumPy numbers are converted to Python's."""
     return {
         str(name): value if type(value) in (int, float, bool) else float(value)
         for name, value in values.items()
@@ -333,13 +334,13 @@ def read_record(record: WireRecord, task: Task, seed: int) -> EpisodeRecord:
 
 
 def encode(messages: Sequence[Any]) -> bytes:
-    """Return messages as the bytes of one frame."""
+    """Return the bytes of a frame that has these messages."""
     body = msgspec.msgpack.encode(messages)
     return _LENGTH.pack(len(body)) + body
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Read the next frame from the stream. Return its messages, still encoded.
+    """Read the next frame of a stream and return the bytes of its messages, not yet decoded.
 
     Raises `asyncio.IncompleteReadError` or `ConnectionError` at the end of the stream.
     """

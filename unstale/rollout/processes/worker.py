@@ -1,4 +1,6 @@
-"""The code of a rollout process: it runs the run's episodes and returns their records."""
+"""The code of a rollout process, which runs episodes and sends their records to the main
+process.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -36,10 +38,7 @@ from unstale.rollout.timeouts import first_error
 
 
 class Outbox:
-    """A sender of events to the run's process.
-
-    All events of one iteration of the event loop form one frame.
-    """
+    """Sends events to the main process. Those of one iteration of the event loop form one frame."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -56,7 +55,7 @@ class Outbox:
 
 
 class EventWriter:
-    """An `EpisodeWriter` that sends the record of an attempt to the run's process."""
+    """An `EpisodeWriter` that sends an attempt's record to the main process, as events."""
 
     __slots__ = ("_episode", "_send")
 
@@ -85,14 +84,14 @@ class EventWriter:
         self._send(Ended(self._episode, wire_outcome(outcome)))
 
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
-        """Do nothing: the event `Restarted`, which follows, has the same numbers."""
+        """Do nothing: the event `Restarted`, which follows, has this information."""
 
 
 class Shard(Rollout):
-    """A rollout that uses every `stride`-th episode number, so that processes share none."""
+    """A rollout that uses every `stride`-th episode number, so that no two processes share one."""
 
     stride = 1
-    """The difference between the numbers of two successive episodes of the process."""
+    """Difference between the numbers of two successive episodes."""
 
     def next_episode(self) -> int:
         number = self._num_episodes
@@ -101,9 +100,9 @@ class Shard(Rollout):
 
 
 class ShardServer:
-    """The server of a rollout process: it receives commands and runs episodes.
+    """Runs episodes in a rollout process, as commands from the main process say.
 
-    `make_rollout` makes the object that runs episodes, with the callbacks of `Rollout`.
+    `make_rollout` creates the rollout. It is called with callbacks of `Rollout`.
     """
 
     def __init__(
@@ -121,7 +120,9 @@ class ShardServer:
         self._rollout.stride = setup.stride
 
     async def serve(self, receive: Callable[[], Any]) -> None:
-        """Handle the commands from the run's process until that process closes the connection."""
+        """Handle the commands that `receive` returns, until it raises at the end of the
+        connection.
+        """
         pool = self._rollout.generator.engine
         assert isinstance(pool, EnginePool)
         await pool.start()
@@ -150,7 +151,7 @@ class ShardServer:
                 self._engines[change.engine].change(change)
 
     async def _run(self, command: RunEpisodes) -> None:
-        """Run episodes of a group. When all have ended, send `EpisodesEnded`."""
+        """Run the episodes of a command, and send `EpisodesEnded` when all have ended."""
         task, seed = command.task, command.seed
         request = GroupRequest(
             command.number,
@@ -174,7 +175,9 @@ class ShardServer:
         self._outbox.send(EpisodesEnded(command.job, error))
 
     async def _beat(self) -> None:
-        """Every `TICK_S` seconds, send the episodes' waiting times and the engines' counters."""
+        """Every `TICK_S` seconds, send the episodes' waiting times and the counters of the
+        engines.
+        """
         waits = self._rollout.wait_times
         while True:
             seconds = {

@@ -1,0 +1,84 @@
+"""Successful attempts at training tasks as conversations for supervised training (SWE-Reasoner).
+
+An attempt is kept if it succeeded, and if not every attempt at its task did: what always succeeds
+teaches nothing new.
+"""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from unstale.config import ConfigError
+from unstale.envs import Env, Message, RewardCombiner, Taskset, Turn, implements
+from unstale.envs.guard import call
+from unstale.envs.notes import NotedEnv, NotedTasks
+from unstale.records import Task, is_success
+
+
+class CollectedTasks(NotedTasks):
+    """A task set that keeps the conversations of its successful episodes."""
+
+    def __init__(self, inner: Taskset) -> None:
+        """Keep none so far. Raises `ConfigError` if an environment cannot tell its success."""
+        if implements(inner, RewardCombiner):
+            raise ConfigError(
+                f"--collect cannot be used with {inner.name}: it has combine(), so its "
+                "environments do not know which episodes succeed"
+            )
+        super().__init__(inner, {})
+        self.ended = Counter[str]()
+        """Number of ended episodes of each task."""
+        self._found: dict[str, list[str]] = defaultdict(list)
+        """Rows of successful episodes by task, as JSON."""
+
+    def env(self, task: Task, seed: int) -> Env:
+        return _CollectedEnv(self, task, self.inner.env(task, seed))
+
+    def add(self, task: Task, messages: list[dict[str, Any]], *, success: bool) -> None:
+        """Add an ended episode of a task."""
+        self.ended[task.key] += 1
+        if success:
+            tools_of = getattr(self.inner, "tools_of", lambda task: self.inner.tools)
+            row = {
+                "messages": messages,
+                **({"tools": [*found]} if (found := tools_of(task)) else {}),
+            }
+            self._found[task.key].append(json.dumps(row, ensure_ascii=False))
+
+    def rows(self) -> list[str]:
+        """Return the different kept conversations as JSON. `unstale sft` reads them."""
+        hard = (rows for key, rows in self._found.items() if len(rows) < self.ended[key])
+        return [row for rows in hard for row in dict.fromkeys(rows)]
+
+
+class _CollectedEnv(NotedEnv):
+    def __init__(self, tasks: CollectedTasks, task: Task, inner: Env) -> None:
+        super().__init__(inner, "")
+        self._tasks, self._task = tasks, task
+        self._messages: list[dict[str, Any]] = []
+        self._facts: dict[str, float] = {}
+
+    async def begin(self) -> Turn:
+        turn: Turn = await call(self.inner.begin)
+        self._messages = [_row(each) for each in turn.messages]
+        return turn
+
+    async def step(self, reply: Message) -> Turn:
+        turn: Turn = await call(self.inner.step, reply)
+        self._messages.append(_row(reply))
+        self._facts |= turn.facts
+        if turn.done:
+            success = is_success(turn.rewards, self._facts)
+            self._tasks.add(self._task, self._messages, success=success)
+        self._messages += map(_row, turn.messages)
+        return turn
+
+
+def _row(message: Message) -> Mapping[str, Any]:
+    """Return a message as `unstale sft` reads it. Its thoughts are left out."""
+    if message.images:
+        raise ConfigError("--collect cannot be used with pictures, which unstale sft does not read")
+    calls = [{"function": {"name": e.name, "arguments": e.arguments}} for e in message.tool_calls]
+    row = {"role": message.role, "content": message.content}
+    return {**row, "tool_calls": calls} if calls else row

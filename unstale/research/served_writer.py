@@ -1,0 +1,38 @@
+"""Models that write texts, and the client of one that is served."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from unstale.engines.http import Http
+from unstale.envs import Message
+
+KEY = "UNSTALE_WRITER_KEY"
+"""The environment variable with the API key of the endpoint."""
+CALL_S = 120.0
+"""Seconds within which the endpoint must answer."""
+
+
+class Writer(Protocol):
+    """An interface of a language model that replies to messages."""
+
+    async def reply(self, messages: Sequence[Message], seed: int) -> str: ...
+
+
+class ServedWriter:
+    """A writer behind an endpoint of the OpenAI API, such as that of `unstale serve`."""
+
+    def __init__(self, url: str, model: str, key: str) -> None:
+        self._http = Http(url, key=key)
+        self._model = model
+
+    async def reply(self, messages: Sequence[Message], seed: int) -> str:
+        """Return the model's reply. Raises OSError if the endpoint gives none in time."""
+        sent = [{"role": each.role, "content": each.content} for each in messages]
+        body = {"model": self._model, "messages": sent, "seed": seed % (1 << 31)}
+        call = self._http.call("POST", "/chat/completions", body)
+        completion = await asyncio.wait_for(call, CALL_S)
+        match completion:
+            case {"choices": [{"message": {"content": str(text)}}, *_]}:
+                return text.rpartition("</think>")[2]
+        raise OSError(f"{self._http.url} returned no chat completion: {str(completion)[:200]}")
