@@ -45,7 +45,7 @@ from unstale.trainer.local import LocalTrainer
 from unstale.trainer.supervised import CrossEntropy, Otr, reference_batch
 
 NUM_CHECKED_TASKS = 256
-"""Number of training tasks whose tools are compared, because a reference names no task."""
+"""Number of training tasks that are read to find out whether tasks have different tools."""
 RECORD = "sft.json"
 """Name of the file, next to the trained model, with the options and the metrics of every step."""
 

@@ -1,8 +1,9 @@
-"""The options of a run, in sections that follow the data flow. Importable without torch.
+"""The options of a run, in sections that follow the data flow. Importing them does not import
+torch.
 
-A section is a frozen dataclass and each of its fields is an option. The type of a field defines the
-allowed values, and the docstring under the field is its help text. A recipe is a function that
-returns a `RunConfig`.
+A section is a frozen dataclass, and each of its fields is an option. The type of a field defines
+the allowed values, and the docstring under the field is its help text. A recipe is a function that
+returns a `RunConfig`, which has all sections.
 """
 
 from unstale.config.algorithm import AdvantageConfig as AdvantageConfig

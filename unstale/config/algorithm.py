@@ -1,4 +1,4 @@
-"""Options of the algorithm: advantages, the audit and corrections."""
+"""Options of the algorithm: advantages, their critic, the audit and the correction."""
 
 import math
 from dataclasses import dataclass
@@ -37,47 +37,55 @@ class AdvantageConfig(Section):
     groups, because it compares each token with the forecast of a critic (docs/critic.md).
     """
     discount: Share = 1.0
-    """Only for `turn_level` and `gae`: discount factor on later rewards, per turn or per action of
-    `gae`.
+    """Only for `turn_level` and `gae`: factor by which a later reward is multiplied for each turn
+    until then. With `gae`, for each action (`advantage.over`).
     """
     group_baseline: bool = True
     """Only for `reinforce_batch`: first subtract the mean reward of each group."""
     lam: Share = 1.0
-    """Only for `gae`: lambda. 1 compares the rewards of the rest of the episode with one forecast;
-    smaller values trust later forecasts instead, with less noise and a bias.
+    """Only for `gae`: lambda. With 1, the rewards of the rest of the episode are compared with one
+    forecast. Smaller values use later forecasts instead of rewards, with less noise and a bias.
     """
     over: Literal["token", "turn"] = "token"
-    """Only for `gae`: the actions that get one forecast and one advantage each."""
+    """Only for `gae`: the actions, tokens or turns, for each of which there is one forecast and one
+    advantage.
+    """
     whiten: bool = True
-    """Only for `gae`: give the advantages of a batch's tokens the mean 0 and the deviation 1."""
+    """Only for `gae`: shift and scale the advantages of a batch's tokens to mean 0 and standard
+    deviation 1.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig(Section):
-    """The critic, which forecasts rewards for `advantage.estimator = gae`. See docs/critic.md."""
+    """The critic, which forecasts the later rewards of an episode for `advantage.estimator = gae`.
+    See docs/critic.md.
+    """
 
     model: Literal["trunk", "own"] = "trunk"
     """The layers below the critic's head: those of the policy (`trunk`), or a copy of the model
     that only the critic trains (`own`).
     """
     memory: Share = 0.95
-    """Factor on the weight of earlier batches in the least squares of the critic's head, at each
-    optimizer step.
+    """Factor by which the weight of earlier batches in the least squares fit of the critic's head
+    is multiplied at each optimizer step.
     """
     own_lr: Positive = 1e-5
     """Only for `model = own`: learning rate of the copy's layers."""
     coef: NonNegative = 0.1
     """Only for `model = trunk`: coefficient of the critic's loss in the gradient of the policy's
-    layers. With 0, only the head learns from it.
+    layers. With 0, this loss trains only the critic's head.
     """
     lam: Share = 1.0
-    """Lambda of the forecasts' targets; 1 is the sum of the episode's later rewards."""
+    """Lambda of the targets to which forecasts are fitted. With 1, a target is the sum of the
+    episode's later rewards.
+    """
     clip: NonNegative = 0.2
-    """Largest change of a forecast, from the start of the batch, that lowers the loss (PPO's value
+    """Largest change of a forecast within a batch that still lowers the loss (PPO's value
     clipping); 0 sets no limit. It matters only with several optimizer steps per batch.
     """
     warmup_steps: Count = 0
-    """Optimizer steps at the start of the run in which only the critic learns."""
+    """Optimizer steps at the start of the run that train only the critic, not the policy."""
 
     read_with: ClassVar = {"own_lr": ("model", "= own"), "coef": ("model", "= trunk")}
     refused_unread: ClassVar = ("own_lr", "coef")
@@ -88,11 +96,13 @@ class CriticConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditConfig(Section):
-    """The audit, which measures the error of old log-probabilities with copies of past weights."""
+    """The audit, which measures the error of old log-probabilities. It needs copies of past
+    weights.
+    """
 
     share: Share = 0.0
-    """Share of sequences that are scored again with the weights that sampled them; 0 measures
-    nothing and keeps no copies of past weights.
+    """Share of sequences whose log-probabilities are computed again with the weights that sampled
+    them; 0 measures nothing and keeps no copies of past weights.
     """
     record: bool = False
     """Keep every version of the weights and every batch in the run folder, for `unstale audit`."""
@@ -102,7 +112,8 @@ class AuditConfig(Section):
 class CorrectionConfig(Section):
     """The correction for the discrepancy D = pi_old / mu between trainer and engine.
 
-    D is the trainer's probability of a token, divided by that of the engine which sampled it.
+    D is a token's probability under the old policy, computed by the trainer, divided by the
+    probability with which the engine sampled it.
     """
 
     selector: ClassVar[str] = "mode"
@@ -121,21 +132,21 @@ class CorrectionConfig(Section):
     decides what happens to tokens above this limit.
     """
     kl_limit: Positive = 0.1
-    """Only for `kpop` and `k3_mask`: a token is dropped if the divergence between pi_old and mu at
-    it is above this limit, in nats. It is the larger binary KL of both directions, or D - 1 - log
-    D, and is aggregated over the unit, too. `k3_mask` on sequences needs about 0.01.
+    """Only for `kpop` and `k3_mask`: tokens are dropped if a divergence between pi_old and mu is
+    above this limit, in nats. It is the larger binary KL of both directions (`kpop`) or D - 1 - log
+    D (`k3_mask`), aggregated over the unit. `k3_mask` on sequences needs about 0.01.
     """
     normalize: bool = False
-    """Divide the correction's token weights by their mean over the tokens of the batch that the
-    correction kept.
+    """Divide the weights that the correction gives to tokens by their mean over the tokens of the
+    batch that it keeps.
     """
     unit: Unit = "token"
-    """The tokens over which the discrepancy is aggregated: one token, a turn, a segment (tokens
+    """The tokens over which D is aggregated: one token, a turn, a segment (successive tokens
     sampled by one version of the weights), or a sequence.
     """
     aggregate: Aggregate = "mean"
-    """Aggregate of the discrepancies of a unit's tokens: `mean` is their geometric mean, `sum`
-    their product, `max` the one farthest from 1.
+    """Aggregate of the D of a unit's tokens: `mean` is their geometric mean, `sum` their product,
+    `max` the one farthest from 1.
     """
     token_veto_threshold: Share = 0.0
     """Drop a whole sequence if the discrepancy D of any of its tokens is below this value; 0 drops
@@ -144,15 +155,15 @@ class CorrectionConfig(Section):
 
     @property
     def is_weight(self) -> bool:
-        """True if the correction's mode weights the loss of tokens by the discrepancy D."""
+        """True if `mode` multiplies the loss of tokens by D."""
         return self.mode not in ("none", "mask", "k3_mask")
 
     @property
     def band(self) -> tuple[float, float] | None:
-        """The range of D outside of which the correction drops a unit of tokens.
+        """The range of D outside of which the correction drops a unit of tokens (option `unit`).
 
-        None if it drops none. If the mode has a limit in nats, this is approximately the range for
-        a token of probability 1/2.
+        None if it drops none. If `mode` has a limit in nats, this is approximately the range for a
+        token of probability 1/2.
         """
         if self.mode in ("kpop", "k3_mask"):
             width = math.sqrt(2 * self.kl_limit)

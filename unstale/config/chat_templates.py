@@ -32,8 +32,8 @@ PLAIN = (
 {%- endfor %}
 {%- if add_generation_prompt %}{{- 'Assistant:\\n' }}{%- endif %}"""
 )
-"""Plain text: paragraphs that begin with `User: `, `Assistant:` or `Tool: `, and no control token
-but the tokenizer's end token after a reply.
+"""A template of plain text: paragraphs that begin with `User: `, `Assistant:` or `Tool: `. The
+tokenizer's end token after a reply is its only control token.
 """
 CHATML = (
     _CALLS
@@ -49,7 +49,7 @@ CHATML = (
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 )
-"""ChatML, whose messages are between the control tokens <|im_start|> and <|im_end|>."""
+"""The template ChatML, with messages between the control tokens <|im_start|> and <|im_end|>."""
 
 PYTHON_CALLS = (
     "{%- if messages[0]['role'] == 'system' %}{% set text = messages[0]['content'] %}"
@@ -69,21 +69,23 @@ PYTHON_CALLS = (
     "\n{{ '<|im_end|>\\n' }}{% endfor -%}\n{%- if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\\n' }}{% endif -%}"
 )
-"""ChatML with short prompts: a tool is described by one line with the names of its arguments, and
-called as in Python, such as [calculate(expression="12 + 7")].
+"""ChatML with short prompts. Each tool is described by one line with the names of its arguments,
+and called as in Python, such as [calculate(expression="12 + 7")].
 """
 
 NAMED = {"plain": PLAIN, "chatml": CHATML, "python_calls": PYTHON_CALLS}
-"""The chat templates of this package, keyed by the value of the option `chat_template`."""
+"""The chat templates of this package, by the value of the option `chat_template`."""
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CONTROL_TOKENS = {"plain": (), "chatml": _CHATML_TOKENS, "python_calls": _CHATML_TOKENS}
-"""For each template in `NAMED`, the control tokens that the tokenizer's vocabulary must have."""
+"""For each template in `NAMED`, the control tokens that a tokenizer's vocabulary must have
+for it.
+"""
 
 
 def read_template(value: str) -> str:
-    """Return `value` if it is empty, a name in `NAMED` or a template's text.
+    """Return the text of a chat template, or its name if it is in `NAMED`.
 
-    Otherwise `value` is the path of a file, and the Jinja template in it is returned. Raises
+    `value` is such a name, the text itself, "" or the path of a file with the text. Raises
     `ConfigError` if the file cannot be read or is not a template.
     """
     if value in ("", *NAMED) or "{" in value:

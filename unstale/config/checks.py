@@ -1,4 +1,4 @@
-"""Checks of option values against the options' types, which define the allowed values."""
+"""Check the values of options against their types, which define the allowed values."""
 
 import argparse
 import json
@@ -27,24 +27,21 @@ from unstale.config.given import NameObject
 from unstale.config.names import unique_names, value_hint
 
 MAX_EXACT_INT = 1 << 53
-"""Largest finite number that an option may have: 2^53. Up to it, every integer is exact as a
-float.
-"""
+"""Largest finite number that an option may have: 2^53. A float can hold every integer up to it."""
 
 
 class ConfigError(ValueError):
-    """Error: a mistake of the user in an option.
+    """Error: a mistake of the user, mostly in an option.
 
-    The message has the option, its value and what is allowed.
+    The text names the option, its value and what is allowed.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A rule in an option's type: the value is a number in a range.
+    """A rule in the type of an option: its value must be a number in a range.
 
-    The value must be at least `low`, at most `high`, and greater than `above`, as far as these are
-    given.
+    It must be at least `low`, at most `high`, and greater than `above`. None sets no limit.
     """
 
     low: float = -math.inf
@@ -65,10 +62,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """A rule in an option's type: the value is one of several names, such as the route names.
+    """A rule in the type of an option: its value must be one of some names, such as the names of
+    routes.
 
-    `table()` returns a mapping whose keys are the allowed names. A name's value lists the options
-    that are used with this name but not with every name.
+    `table()` returns the allowed names. With each name, it has the further options that are used if
+    the option has this value, but not with every value.
     """
 
     table: Callable[[], Mapping[str, Collection[str]]]
@@ -79,16 +77,21 @@ class OneOf:
             raise ConfigError(f"{name} cannot be {value!r}{value_hint(name, value, list(known))}")
 
     def readers(self, option: str) -> list[str]:
-        """Return the allowed names with which `option` is used. Empty if it is used with all."""
+        """Return the allowed names with which `option` is used. Empty if it is used with all of
+        them.
+        """
         return [name for name, options in self.table().items() if option in options]
 
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
-    """A rule in an option's type: the value is a JSON object as text, or empty."""
+    """A rule in the type of an option: its value must be empty, or a JSON object as text."""
 
     def convert(self, value: Any) -> Any:
-        """Return the JSON text of a dict, as from a TOML table. Return other values unchanged."""
+        """Return a dict, such as a TOML table gives, as JSON text.
+
+        Return other values unchanged.
+        """
         return json.dumps(value) if isinstance(value, dict) else value
 
     def check(self, name: str, value: str) -> None:
@@ -103,7 +106,7 @@ class JsonObject:
 
 
 def bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
-    """Return a parser of numbers from `low` to `high`, for the parameter `type` of argparse.
+    """Return a function that parses a number from `low` to `high`, for argparse's parameter `type`.
 
     `kind` is `int` or `float`.
     """
@@ -127,7 +130,9 @@ def require_empty_folder(folder: Path) -> None:
 
 
 def check_size(name: str, value: Any) -> None:
-    """Raise `ConfigError` if `value` is a finite number that is too large for an option."""
+    """Raise `ConfigError` if `value` is a finite number above `MAX_EXACT_INT`. `name` is the
+    option.
+    """
     if type(value) in (int, float) and MAX_EXACT_INT < abs(value) < math.inf:
         raise ConfigError(
             f"{name} must be at most {MAX_EXACT_INT} in size, got {_shortened(value)}"
@@ -147,10 +152,7 @@ Share = Annotated[float, Range(0, 1)]
 
 
 class _OptionNames(type):
-    """The metaclass of sections.
-
-    It raises `ConfigError` if a section is created with an unknown option.
-    """
+    """The metaclass of sections. Creating a section with an unknown option raises `ConfigError`."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
@@ -171,29 +173,27 @@ def unknown_option(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section(metaclass=_OptionNames):
-    """A section of the configuration: a group of options, as `trainer` with `trainer.lr`.
+    """A section of the configuration: a group of options, such as `trainer` with `trainer.lr`.
 
-    The constructor checks each option by its type, and then the combination of options. The class
-    `AdvantageConfig` is the section `advantage`.
+    Each section is a subclass, such as `AdvantageConfig` for `advantage`, and each field is an
+    option. The constructor checks each option by its type, and then the combination of options.
     """
 
     abstract: ClassVar[bool] = True
     """True in a base class that is not a section itself."""
     selector: ClassVar[str] = ""
-    """The option that decides which other options of the section are used, such as `route` in
-    `old_logps`. Empty if no option decides this.
+    """The option whose value decides which other options of the section are used, such as `route`
+    in `old_logps`. Empty if there is none.
     """
     read_by: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """For each option, the values of the selector with which the option is used. With other values,
-    the option must keep its default. Options that are always used are left out.
+    """For each option, the values of the selector with which it is used. With other values, it must
+    keep its default. Options that are always used are left out.
     """
     refused_unread: ClassVar[Sequence[str]] = ()
-    """Further options, besides those in `read_by`, that must keep their defaults where `applies`
-    returns False for them.
-    """
+    """Further options that must keep their defaults if `applies` returns False for them."""
     read_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Options whose use depends on another option than the selector. Each is mapped to that option
-    and a condition on its value, such as `= true`.
+    """Options that are used only if another option than the selector has certain values. Each is
+    mapped to that option and the condition, such as `= true`.
     """
 
     def __post_init__(self) -> None:
@@ -207,7 +207,7 @@ class Section(metaclass=_OptionNames):
         self.check_combination()
 
     def check_combination(self) -> None:
-        """Raise `ConfigError` if options have values that are not allowed together.
+        """Raise `ConfigError` if the values of several options are not allowed together.
 
         Sections override this method.
         """
@@ -238,10 +238,10 @@ class Section(metaclass=_OptionNames):
 
     @classmethod
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
-        """Return the options in `values` that must keep their defaults because they are not used.
-
-        `values` maps options of the section to values. Options that are not in `values` have their
+        """Return the options in `values` that are not used with these values, and must keep their
         defaults.
+
+        `values` has options of the section by name. Options that it lacks have their defaults.
         """
         names = [name for name in (*cls.read_by, *cls.refused_unread) if name in values]
         if not names:
@@ -253,14 +253,15 @@ class Section(metaclass=_OptionNames):
 
     @classmethod
     def decides(cls, option: str) -> str:
-        """Return the name of the option whose value decides whether `option` is used."""
+        """Return the name of the option whose value decides whether `option` is used. "" if there
+        is none.
+        """
         return cls.read_with[option][0] if option in cls.read_with else cls.selector
 
     @classmethod
     def classes(cls) -> "Sequence[type[Section]]":
-        """Return the classes that declare options of this section.
-
-        There are several if it has variants.
+        """Return all classes that declare options of this section. A section with variants has
+        several.
         """
         return (cls,)
 
@@ -275,10 +276,10 @@ class Section(metaclass=_OptionNames):
 
     @classmethod
     def readers(cls, option: str) -> list[str]:
-        """Return the values of the section's selector for which `option` is used.
+        """Return the values of the selector with which `option` is used.
 
-        A selector is an option, such as `route`, whose value decides which other options are used.
-        Empty if `option` is always used.
+        The selector is the option, such as `route`, whose value decides this. Empty if `option` is
+        always used.
         """
         if cls.read_by or not cls.selector:
             return list(cls.read_by.get(option, ()))
@@ -286,22 +287,27 @@ class Section(metaclass=_OptionNames):
         return list(rule.readers(option))
 
     def applies(self, option: str) -> bool:
-        """Return True if the section has the option and the selector's current value uses it."""
+        """Return True if the section has the option, and uses it with the selector's present
+        value.
+        """
         readers = self.readers(option)
         is_read = not readers or getattr(self, self.selector) in readers
         return is_read and option in {field.name for field in fields(self)}
 
     def selected_options(self) -> dict[str, Any]:
-        """Return the used options that depend on the selector, with their values."""
+        """Return the values of the options that are used because of the selector's value, by
+        name.
+        """
         chosen = getattr(self, self.selector)
         names = [field.name for field in fields(self) if chosen in self.readers(field.name)]
         return {name: getattr(self, name) for name in names}
 
 
 def base_of(section: type[Section]) -> Any:
-    """Return the base class of a section's variants, such as `OldLogpsConfig` for a route's class.
+    """Return the common base class of a section's variants, such as `OldLogpsConfig` for a route's
+    class.
 
-    If the section has no variants, return its own class.
+    A section without variants is returned itself.
     """
     lineage = [each for each in section.__mro__ if issubclass(each, Section)]
     return next(each for each in reversed(lineage) if not vars(each).get("abstract"))
@@ -321,7 +327,7 @@ def section_name(section: type[Section]) -> str:
 
 @cache
 def option_types(section: Any) -> dict[str, Any]:
-    """Return the type of each option of a section by name. The type includes its allowed values."""
+    """Return the type of each option of a section, by name, with the rules for its values."""
     types = get_type_hints(section, include_extras=True)
     return {field.name: types[field.name] for field in fields(section)}
 
@@ -343,7 +349,10 @@ def _with_article(kind: type) -> str:
 
 
 def kinds_of(kind: Any) -> tuple[Any, ...]:
-    """Return the Python types that the value of an option of the type `kind` may have."""
+    """Return the Python types that a value of an option may have.
+
+    `kind` is the type of the option.
+    """
     kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     origin = get_origin(kind)
     if origin is Literal:

@@ -1,8 +1,8 @@
-"""The choices of an option, found in the source of functions without importing torch.
+"""Find the choices of an option in the source of functions, without importing torch.
 
 Each decorated function of `unstale/algorithms` is one choice: `@estimator` in advantages.py,
-`@control` in corrections.py. The name of the function is the value of the option. Its keyword-only
-parameters are names of options of the same section, whose values the function receives.
+`@control` in corrections.py. The function's name is the value of the option that chooses it. Its
+keyword-only parameters are the names of other options of the same section, whose values it gets.
 `add_choice` adds functions of other files. Estimators of other distributions are called without
 options.
 """
@@ -20,10 +20,10 @@ ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 @cache
 def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
-    """Return the decorated functions of a file of `algorithms`, with their keyword parameters.
+    """Return the names of the decorated functions in a file of `algorithms`, each with its options.
 
-    `module` is the name of the file without `.py`, and `decorator` that of the decorator without
-    `@`.
+    The options are its keyword-only parameters. `module` is the name of the file without `.py`, and
+    `decorator` that of the decorator without `@`.
 
     >>> sorted(choices("advantages", "estimator")["turn_level"])
     ['discount', 'std']
@@ -38,9 +38,9 @@ def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
 
 
 def add_choice(module: str, decorator: str, function: Callable[..., object]) -> None:
-    """Add a function of any file to `choices(module, decorator)`.
+    """Add a function of another file to what `choices(module, decorator)` returns.
 
-    The function's decorator calls this.
+    The decorator itself calls this.
     """
     parameters = inspect.signature(function).parameters.values()
     options = frozenset(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra (an optional group of packages), for messages.
+    """Return the command, for messages, that installs an extra (an optional group of packages).
 
-    In a checkout the command installs from its folder, because no release is in a package registry.
-    Elsewhere the command lists the packages of the extra.
+    In a checkout, the command installs from its folder, because no release is in a package
+    registry. Elsewhere it lists the packages of the extra.
     """
     if not (Path(__file__).parents[2] / "pyproject.toml").is_file():
         return shlex.join([sys.executable, "-m", "pip", "install", *packages_of(extra)])

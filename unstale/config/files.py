@@ -1,4 +1,4 @@
-"""Reading of TOML and JSON files from untrusted sources, and waiting for the disk."""
+"""Read TOML and JSON files from untrusted sources, and wait until files are on disk."""
 
 import json
 import os
@@ -17,7 +17,7 @@ values.
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the list of files in a folder, is safe from a power cut."""
+    """Block until a file, or a folder's list of files, is on disk and so safe from a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -26,7 +26,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. A file whose name ends with .toml is read as TOML.
+    """Return the object in a JSON file, or the table in a file whose name ends with .toml.
 
     Raises `ConfigError` if the file cannot be read, is nested too deeply, or has no object.
     """
@@ -55,7 +55,7 @@ _TOO_DEEP = object()
 
 
 def is_too_deep(value: Any, limit: int = MAX_DEPTH) -> bool:
-    """Return True if a value of lists and mappings is nested more than `limit` times.
+    """Return True if lists and mappings in `value` are nested more than `limit` deep.
 
     >>> is_too_deep([[1]], 1), is_too_deep([[1]], 2)
     (True, False)

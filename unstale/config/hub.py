@@ -1,4 +1,7 @@
-"""The search for a model's folder: a local folder, a converted GGUF file, or the hub's cache."""
+"""Find the folder of a model: a local folder, a converted GGUF file, or one in the hub's cache.
+
+The hub is Hugging Face's.
+"""
 
 import math
 import re
@@ -17,15 +20,15 @@ from unstale.config.files import read_mapping
 from unstale.config.gguf import converted_folder, gguf_file
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""The first bytes of the placeholder of a file that Git LFS has not fetched."""
+"""First bytes of a placeholder for a file that Git LFS has not fetched."""
 _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja"]
 _IGNORED = ["*/*", "consolidated*"]
-"""Patterns of files that are not downloaded, such as the same weights in another format."""
+"""Patterns of a model's files that are not downloaded, such as weights in other formats."""
 _TOKENIZER = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
-"""Patterns of vocabulary files. A tokenizer has at least one such file."""
+"""Patterns of vocabulary files, of which a tokenizer has at least one."""
 _TOKENIZER_FILES = " ".join(f"--include '*.{kind}'" for kind in ("json", "jinja", "txt", "model"))
-"""Options of `hf download` that select all files but the weights."""
+"""Options with which `hf download` leaves out the weights."""
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -34,11 +37,12 @@ def model_folder(
 ) -> Path:
     """Return the local folder of a model.
 
-    `policy` is a path, the hub name `organisation/name` with or without `@revision`, or a GGUF file
-    (`gguf_file`), which is converted to a folder in the cache. With `download`, files that the
-    local cache lacks are fetched from the hub. Without `convert`, a GGUF file is not converted, and
-    its folder may not exist. A path is returned unchecked. Raises `ConfigError` if a GGUF file is
-    missing or damaged, or if a hub model is incomplete in the cache.
+    `policy` is a path, a hub name `organisation/name` with or without `@revision`, or a GGUF file,
+    which is converted to a folder in the cache. `gguf` is the name of such a file in the folder
+    `policy`. With `download`, files that the local cache lacks are fetched from the hub. Without
+    `convert`, a GGUF file is not converted, and its folder may not exist. A path is returned
+    unchecked. Raises `ConfigError` if a GGUF file is missing or damaged, or if a hub model is
+    incomplete in the cache.
     """
     if file := gguf_file(policy, gguf):
         return converted_folder(file, convert=convert)
@@ -49,17 +53,16 @@ def model_folder(
 
 
 def is_hub_name(model: str) -> bool:
-    """Return True if `model` has the form of a hub name, and is not a path or a GGUF file."""
+    """Return True if `model` has the form `organisation/name`, and is not a path or a GGUF file."""
     is_name = _NAME.fullmatch(model) is not None and not model.endswith(".gguf")
     return is_name and not Path(model).exists()
 
 
 def cached_folder(model: str, part: Literal["tokenizer", "config"]) -> Path:
-    """Return the local folder of a model, if only its tokenizer or config is read.
+    """Return a model's local folder for reading only a part of it. Nothing is downloaded.
 
-    Nothing is downloaded. `model` is as in `model_folder`. `part` is the tokenizer with its chat
-    template, or `config.json`. Raises `ConfigError` if `model` is a hub name and the local cache
-    lacks this part.
+    `model` is as `policy` in `model_folder`. `part` is the tokenizer with its chat template, or
+    `config.json`. Raises `ConfigError` if the local cache lacks this part of a hub model.
     """
     if file := gguf_file(model):
         return converted_folder(file)
@@ -90,7 +93,7 @@ def cached_folder(model: str, part: Literal["tokenizer", "config"]) -> Path:
 def hub_errors(what: str) -> Iterator[None]:
     """Return a context that turns an error of the hub or the network into a `ConfigError`.
 
-    Its message begins with `what`.
+    `what` begins the message.
     """
     # HTTPError is the base class of its client's errors: httpx or httpx2, by its version
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
@@ -137,10 +140,7 @@ def _fetch(repository: str, revision: str | None, *, local_files_only: bool) -> 
 
 
 def _cached(repository: str, revision: str | None) -> Path | None:
-    """Return the folder of a model in the local cache. None if the model is not cached.
-
-    The folder may lack some of the model's files.
-    """
+    """Return a hub model's folder in the local cache, which may lack files. None if it has none."""
     try:
         return _fetch(repository, revision, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -156,7 +156,7 @@ def _not_cached(repository: str) -> str:
 
 
 def _listed(repository: str, revision: str | None) -> list[str]:
-    """Return the names of a model's files on the hub, from the list that a download saved.
+    """Return the names of a model's files on the hub, from a list that an earlier download saved.
 
     Empty if no list was saved.
     """
@@ -171,10 +171,11 @@ def _listed(repository: str, revision: str | None) -> list[str]:
 
 
 def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
-    """Return a model folder's missing files: of those listed, and those every model needs.
+    """Return the files that a model folder lacks, of those in `listed` and those that every model
+    needs.
 
-    `listed` has the names of the model's files on the hub. A file counts as missing if it is a link
-    to nothing, as after an interrupted download.
+    `listed` has the names of the model's files on the hub. A link to nothing, as after an
+    interrupted download, counts as a missing file.
     """
     needed = {*(listed or []), "config.json"}
     for index in folder.glob("*.safetensors.index.json"):
@@ -194,14 +195,15 @@ def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
 
 
 def _words(names: list[str]) -> str:
-    """Return a text with the first four names, and the number of the others."""
+    """Return the first four names as text, and the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")
 
 
 def count_weights(folder: Path) -> Counter[str]:
-    """Return the number of weights of each dtype, such as F32, from a model's file headers.
+    """Return how many weights of each dtype, such as F32, a model has, from the headers of its
+    files.
 
-    Raises ConfigError for a file that cannot be read.
+    Raises `ConfigError` for a file that cannot be read.
     """
     counts: Counter[str] = Counter()
     for path in sorted(folder.glob("*.safetensors")):
@@ -216,7 +218,7 @@ def count_weights(folder: Path) -> Counter[str]:
 
 
 def damaged_weights(path: Path, reason: Exception) -> ConfigError:
-    """Return the error for a weight file that cannot be read. It tells the user what to do."""
+    """Return the error for a file of weights that cannot be read. It says what the user can do."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             return ConfigError(
@@ -230,7 +232,7 @@ def damaged_weights(path: Path, reason: Exception) -> ConfigError:
 
 @contextmanager
 def reading(folder: Path, part: str) -> Iterator[None]:
-    """Return a context that turns a library's errors about a model folder into `ConfigError`.
+    """Return a context that turns errors of libraries that read a model folder into `ConfigError`.
 
     The message names `part`, such as "tokenizer". A folder from elsewhere can cause any error, and
     libraries in Rust raise some that are no `Exception`. Errors of this package's own code, and of
@@ -253,7 +255,7 @@ def reading(folder: Path, part: str) -> Iterator[None]:
 
 
 def _is_own_mistake(error: BaseException) -> bool:
-    """Return True for an ordinary Python error, such as a KeyError, from this package's code."""
+    """Return True if an error such as a KeyError comes from this package's own code."""
     expected = isinstance(error, OSError | ValueError | RuntimeError)
     if expected or type(error).__module__ != "builtins":
         return False
@@ -262,11 +264,11 @@ def _is_own_mistake(error: BaseException) -> bool:
 
 
 def require_safe_weights(folder: Path) -> None:
-    """Raise `ConfigError` unless a model folder's weights are safetensors files in that folder.
+    """Raise `ConfigError` unless all weights of a model folder are safetensors files in this
+    folder.
 
-    transformers unpickles a file that an index names without the ending `.safetensors`, follows
-    names such as `../other.safetensors`, and loads the adapter and the base model that an
-    `adapter_config.json` names. A pickle may run any code.
+    Other files may be pickles, which can run any code. transformers would load a pickle that an
+    index names, a file outside the folder, or the models that an `adapter_config.json` names.
     """
     if (folder / "adapter_config.json").exists():
         raise ConfigError(
@@ -279,7 +281,9 @@ def require_safe_weights(folder: Path) -> None:
 
 
 def _require_shards(path: Path, key: str) -> None:
-    """Raise `ConfigError` unless `key` of a JSON file names only safetensors files next to it."""
+    """Raise `ConfigError` unless a JSON file names, under `key`, only safetensors files next
+    to it.
+    """
     try:
         content = read_mapping(path)
         named = content.get(key)

@@ -21,8 +21,8 @@ RENAMED_TECHNIQUES = {
     "pick": "episode_filter",
     "stages": "hard_task_stages",
 }
-"""The former name of each renamed technique, with its present name. The technique's section has the
-same name.
+"""The present name of each renamed technique, by its former name. It is also the name of its
+section.
 """
 RENAMED = {
     **RENAMED_TECHNIQUES,
@@ -48,9 +48,9 @@ RENAMED = {
     "trainer.recompute": "trainer.gradient_checkpointing",
     "trainer.steps_per_batch": "trainer.minibatches_per_batch",
 }
-"""The former name of each renamed option or section, with its present name."""
+"""The present name of each renamed option or section, by its former name."""
 REMOVED = ("old_logps.storage", "old_logps.memory_gb", "old_logps.spill")
-"""Former options that had no influence on the results of a run."""
+"""Former options that did not affect the results of a run."""
 
 
 def present_names(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,9 +230,9 @@ SYNONYMS = {
     "torch_compile": "trainer.compile",
     "n_gpus_per_node": "cluster.trainers",
 }
-"""Option names of TRL, verl and prime-rl, each with the option of this package that does the same.
+"""Options of this package by what TRL, verl and prime-rl call them.
 
-After a semicolon, a value says how the two differ. A name is found with any prefix, such as
+After a semicolon follows how the two differ. A name is found with any prefix, such as
 `actor_rollout_ref.actor.`. docs/other-trainers.md has more about most of these names.
 """
 
@@ -273,15 +273,14 @@ VALUES = {
         "seq_mean_k1": "mask; with correction.unit = sequence",
     },
 }
-"""For each option of this package, values that TRL, verl and prime-rl have, each with the value
-here.
+"""For some options of this package, its values by what TRL, verl and prime-rl call them.
 
-After a semicolon, the value here is followed by how the two differ.
+After a semicolon follows how the two differ.
 """
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the (name, value) pairs of a JSON object as a dict.
+    """Return the (name, value) pairs of a JSON object as a dict, for `json.loads`.
 
     Raises `ValueError` if a name occurs twice.
     """
@@ -296,8 +295,8 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def value_hint(option: str, value: str, known: Sequence[str]) -> str:
     """Return the end of an error message about an unknown value of an option.
 
-    If another trainer has `value`, the text gives the value of this package that does the same.
-    Otherwise it gives the known values of similar spelling, or all known values.
+    If another trainer has this value, the text names the value here that does the same. Otherwise
+    it names the values in `known` that are similar, or all of them.
 
     >>> value_hint("--objective.loss_aggregation", "token-mean", ["action_tokens"])
     '; it is action_tokens here'
@@ -312,10 +311,11 @@ def value_hint(option: str, value: str, known: Sequence[str]) -> str:
 
 
 def synonyms(name: str, known: Sequence[str]) -> str:
-    """Return the end of an error message about an unknown option that other trainers have.
+    """Return the end of an error message about an unknown option: what another trainer's option is
+    here.
 
-    It names the option of this package for what another trainer calls `name`. Empty if no option in
-    `known` is like this. The names in `known` may begin with `--`.
+    Empty if no other trainer has an option `name`, or `known` lacks the one here. The names in
+    `known` may begin with `--`.
 
     >>> synonyms("actor_rollout_ref.rollout.n", ["schedule.group_size"])
     '; did you mean schedule.group_size?'
@@ -376,9 +376,8 @@ def nearest_option(name: str, known: Sequence[str]) -> str:
 
 
 def _named_in_part(word: str, known: Sequence[str]) -> list[str]:
-    """Return up to two options whose name without the section is `word`.
-
-    If there are none, return up to two that begin with `word`.
+    """Return at most two options whose name without the section is `word`, or else begins
+    with it.
     """
     name = word.removeprefix("--")
     close = [each for each in known if each.endswith(f".{name}")]
@@ -388,9 +387,9 @@ def _named_in_part(word: str, known: Sequence[str]) -> list[str]:
 
 
 def _spelled_alike(word: str, known: Sequence[str]) -> list[str]:
-    """Return the known word that is spelled most like `word`, and a second that is almost as near.
+    """Return the words in `known` that are spelled most like `word`: at most two.
 
-    Empty if no known word is similar.
+    Empty if none is.
     """
     # One wrong letter of a short word is half of it.
     close = get_close_matches(word, known, n=2, cutoff=0.5 if len(word) < 4 else 0.6)

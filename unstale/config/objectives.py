@@ -1,9 +1,9 @@
-"""The options and declarations of objectives. Importing it does not import torch.
+"""The options of objectives and what is known about each. Importing this does not import torch.
 
 An objective is the loss of a token, as a function of the staleness ratio S = pi / pi_old. Each is a
 subclass of `ObjectiveConfig` in `unstale/objectives`, with its options, its formula, its bounds on
 S and their meaning in words. The command line's help, the linter, the trainer, reports, the
-dashboard, advice and docs read these declarations.
+dashboard, advice and docs read these classes.
 """
 
 import math
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 
 NAMES = {"d": "D", "s": "S", "ds": "D S"}
 MAX_EXPONENT = 700.0
-"""Logarithm in nats from which a ratio counts as infinite. exp overflows float64 above 709."""
+"""Logarithm of a ratio, in nats, from which the ratio counts as infinite. exp overflows a float64
+above 709.
+"""
 
 
 def exp(value: float) -> float:
-    """Return the ratio with the given logarithm in nats.
-
-    Infinity if it is too large for a float.
+    """Return e to the power of `value`: the ratio whose logarithm it is. Infinity if it is too
+    large.
     """
     return math.exp(value) if value < MAX_EXPONENT else math.inf
 
 
 def over(unit: Unit, aggregate: str) -> str:
-    """Return a text on how a ratio is aggregated: the aggregate, and the unit of tokens.
+    """Return a text on the aggregate of a ratio over a unit of tokens.
 
     >>> over("turn", "sum")
     'product over a turn'
@@ -48,32 +49,33 @@ def over(unit: Unit, aggregate: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """A range of a ratio of probabilities, outside of which a rule of the trainer acts on a token.
+    """A range of a ratio of probabilities outside of which the trainer treats a token differently.
 
     The ratio is D = pi_old / mu, S = pi / pi_old, or their product D S = pi / mu.
     """
 
     on: str = "s"
-    """The ratio that is bounded: `d` (D), `s` (S) or `ds` (D S)."""
+    """The ratio to which the range applies: `d` (D), `s` (S) or `ds` (D S)."""
     kind: str = "clip"
-    """The rule: `veto`, `mask`, `weight`, `clip` or `cap`."""
+    """The treatment of tokens outside the range: `veto`, `mask`, `weight`, `clip` or `cap`."""
     low: float = 0.0
     high: float = math.inf
     effect: str = "has no gradient"
-    """The effect of the rule: the end of a sentence that begins with "A token with D below 0.5".
+    """What the treatment does: the end of a sentence that begins with "A token with D below
+    0.5".
     """
     below: str = ""
-    """The sign of the advantage, such as "negative", with which the rule acts on a token below
-    `low`. Empty if the rule acts with either sign. `above` is the same for a token above `high`.
+    """The sign of the advantage, such as "negative", with which a token below `low` is treated.
+    Empty means any sign. `above` is the same for a token above `high`.
     """
     above: str = ""
     name: str
     about: str
-    """The names of the options that set the bounds, as text."""
+    """The names of the options that set the range, as text."""
     unit: str = "token"
 
     def ends(self) -> Iterator[tuple[float, str]]:
-        """Yield each bound that is finite and above 0, with a sentence about the tokens beyond
+        """Yield each end of the range that is finite and above 0, with a sentence on tokens beyond
         it.
         """
         for limit, side, sign in (
@@ -86,10 +88,10 @@ class Bounds:
                 yield limit, f"A token with {ratio} {side} {limit:g}{condition} {self.effect}."
 
     def excludes(self, log_d: float | None, log_s: float | None) -> bool | None:
-        """Return True if a token's ratio lies outside the bounds.
+        """Return True if a token's ratio is outside the range.
 
-        `log_d` and `log_s` are the token's log-ratios in nats. Return None if a needed one is None,
-        or if the bounds apply to an aggregate of several tokens.
+        `log_d` and `log_s` are the token's log D and log S in nats. None if one that is needed is
+        None, or if the range is for an aggregate of several tokens.
         """
         values = [each for name, each in (("d", log_d), ("s", log_s)) if name in self.on]
         known = [each for each in values if each is not None]
@@ -98,7 +100,10 @@ class Bounds:
         return not self.low <= exp(sum(known)) <= self.high
 
     def row(self) -> dict[str, Any]:
-        """Return the bounds as a JSON object for the dashboard. A missing bound is None."""
+        """Return the range as a JSON object for the dashboard.
+
+        An end that does not exist is None.
+        """
         return {
             "name": self.name,
             "low": self.low if self.low > 0 else None,
@@ -110,7 +115,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveDocs:
-    """The texts of one objective in the table of objectives in docs/options.md."""
+    """What docs/options.md says about an objective in its table of objectives."""
 
     loss: str
     """The formula of the loss of a token with advantage A."""
@@ -121,7 +126,7 @@ class ObjectiveDocs:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(VariantSection):
-    """The trust region on the staleness ratio S = pi / pi_old, and the aggregation of the loss.
+    """The loss of tokens, its limit on the staleness ratio S = pi / pi_old, and its aggregation.
 
     `ObjectiveConfig(loss_type="gspo", clip_low=3e-4)` returns an instance of that loss's subclass.
 
@@ -152,12 +157,12 @@ class ObjectiveConfig(VariantSection):
     sequence is above this value, in nats (off-policy sequence masking); 0 masks none.
     """
     unit: Unit = "token"
-    """The tokens over which the staleness ratio is aggregated: one token, a turn, a segment (tokens
+    """The tokens over which S is aggregated: one token, a turn, a segment (successive tokens
     sampled by one version of the weights), or a sequence.
     """
     aggregate: Aggregate = "mean"
-    """Aggregate of the staleness ratios of a unit's tokens: `mean` is their geometric mean, `sum`
-    their product, `max` the one farthest from 1.
+    """Aggregate of the S of a unit's tokens: `mean` is their geometric mean, `sum` their product,
+    `max` the one farthest from 1.
     """
     loss_aggregation: LossAggregation = "action_tokens"
     """Divisor of a batch's loss. `action_tokens` is the number of tokens that the policy sampled,
@@ -166,7 +171,9 @@ class ObjectiveConfig(VariantSection):
     constant: Annotated[float, Range(1)] = 1000.0
     """Only for `loss_aggregation = "constant"`: tokens per sequence in the divisor (Dr. GRPO)."""
     kl_coef: NonNegative = 0.0
-    """Coefficient of the KL divergence from the policy at the start of the run; 0 computes none."""
+    """Coefficient, in the loss, of the KL divergence from the policy at the start of the run; 0
+    computes none.
+    """
     entropy_coef: NonNegative = 0.0
     """Coefficient of the entropy bonus in the loss; 0 computes none."""
 
@@ -181,18 +188,18 @@ class ObjectiveConfig(VariantSection):
 
     docs: ClassVar[ObjectiveDocs]
     ratio: ClassVar[tuple[Unit, Aggregate] | None] = None
-    """The unit and the aggregate of S that the objective always uses. None if the options `unit`
-    and `aggregate` decide.
+    """The values of `unit` and `aggregate` that this objective always uses. None if the options
+    decide.
     """
     inputs: ClassVar[tuple[str, ...]] = ()
-    """Further tensors over the tokens that `surrogate` receives by name: `old_logp`, `sequence` or
-    `sampled`.
+    """Further tensors, one value per token, that `surrogate` gets by name: `old_logp`, `sequence`
+    or `sampled`.
     """
     stops: ClassVar[bool] = True
-    """True if a token whose ratio is outside the bounds has no gradient."""
+    """True if a token outside of `bounds` has no gradient."""
     wide: ClassVar[Mapping[str, float]] = {}
-    """For options of this objective: limits wide enough to exceed numerical noise. The linter
-    suggests them if a run's limits are narrower.
+    """Options of this objective with limits that are wider than numerical noise. The linter
+    suggests them if a run's limits are narrower than that.
     """
 
     no_limit: ClassVar[tuple[str, ...]] = ()
@@ -209,12 +216,13 @@ class ObjectiveConfig(VariantSection):
         sampled: "Tensor | None" = None,
         **inputs: "Tensor",
     ) -> "Surrogate":
-        """Return the loss of each token from log S and its advantage, tensors of any one shape.
+        """Return the loss of each token, from log S and its advantage. The tensors have any one
+        shape.
 
-        `sampled` is the mask of tokens that the policy sampled. Advantages of other tokens then
-        have no effect. `inputs` are the other tensors that the objective declares. The function in
-        `algorithms.objectives` with the objective's name computes the loss from the objective's
-        own options. A subclass without such a function overrides this method.
+        `sampled` is a mask of the tokens that the policy sampled. Advantages of other tokens have
+        no effect. The function of this objective's name in `algorithms.objectives` computes the
+        loss. It also gets the objective's own options, and the tensors that `inputs` names. A
+        subclass without such a function overrides this method.
         """
         function = getattr(import_module("unstale.algorithms.objectives"), self.loss_type)
         common = option_types(base_of(type(self)))
@@ -228,15 +236,14 @@ class ObjectiveConfig(VariantSection):
         raise NotImplementedError
 
     def bounds(self) -> Sequence[Bounds]:
-        """Return the ranges of S outside of which the objective limits a token.
-
-        The main range comes first.
+        """Return the ranges of S outside of which the objective treats tokens differently, main
+        range first.
         """
         return ()
 
     def thresholds(self) -> Iterator[float]:
-        """Yield the absolute values of log S, in nats, beyond which the objective limits a
-        token.
+        """Yield the sizes of log S, in nats, beyond which the objective treats a token
+        differently.
         """
         for each in self.bounds():
             if each.high < math.inf:
@@ -245,28 +252,29 @@ class ObjectiveConfig(VariantSection):
                 yield -math.log(each.low)
 
     def weight(self, ratio: float) -> tuple[float, str] | None:
-        """Return w and its name, if the loss's gradient is -w * advantage * grad logp.
+        """Return the weight w of a token whose S is `ratio`, and its name as text.
 
-        `ratio` is the token's S. If the objective `stops` tokens, it must be within the bounds.
-        None if the gradient does not have this form.
+        The gradient of the loss is then -w * advantage * grad logp. If the objective `stops`
+        tokens, this holds for one within `bounds`. None if the gradient does not have this form.
         """
         return None
 
     def unlimited(self, *, capped: bool) -> str:
-        """Return a text on what the objective does not limit. Empty if the objective limits S.
+        """Return a text on ratios that the objective does not limit, for the linter. Empty if there
+        are none.
 
-        `capped` is True if `ratio_cap` limits the weight of a token.
+        `capped` is True if the option `ratio_cap` limits the weight of a token.
         """
         return ""
 
     @property
     def bounds_s(self) -> bool:
-        """True if the objective limits the staleness ratio S."""
+        """True if the objective limits S."""
         return True
 
     @property
     def trains_zero_advantage(self) -> bool:
-        """True if a token with advantage 0 can have a gradient, so that it must not be skipped."""
+        """True if tokens with advantage 0 may have a gradient, so that they must not be skipped."""
         return False
 
     @property
@@ -280,20 +288,21 @@ class ObjectiveConfig(VariantSection):
 
     @property
     def is_token_weight(self) -> bool:
-        """True if each token's own ratio is a factor of its gradient, with or without a clip."""
+        """True if the gradient of each token has its own ratio as a factor, with or without a
+        clip.
+        """
         return self.weight(1.0) is not None and self.ratio is None
 
     @property
     def clips_tokens(self) -> bool:
-        """True if each token's own ratio weights its gradient, and clipped tokens have none."""
+        """True if the gradient of each token has its own ratio as a factor, and that of clipped
+        tokens is 0.
+        """
         return self.is_token_weight and self.stops and bool(self.bounds())
 
     @property
     def meaning(self) -> str:
-        """A clause on how the loss limits S.
-
-        It names the objective and the unit over which S is aggregated.
-        """
+        """Text on how the objective limits S, and over which tokens S is aggregated."""
         return f"{self.loss_type}: {self.limit()}, {over(self.ratio_unit, self.ratio_aggregate)}"
 
     def applies(self, option: str) -> bool:
@@ -305,9 +314,9 @@ class ObjectiveConfig(VariantSection):
 
     @classmethod
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
-        """Return the options in `values` that the objective does not use, so must not be changed.
+        """Return the options in `values` that the objective `values["loss_type"]` does not use.
 
-        Options of other objectives than `values["loss_type"]` are among them.
+        They must keep their defaults.
         """
         base = ObjectiveConfig
         known = cls.variants_by_name().get(values.get("loss_type", base.loss_type), base)

@@ -1,4 +1,4 @@
-"""Options by their full names, such as `trainer.lr`: parse, read and change their values."""
+"""Parse, read and change options by their full names, such as `trainer.lr`."""
 
 import ast
 import inspect
@@ -28,13 +28,13 @@ from unstale.config.techniques import chosen, techniques
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a run. `section` is "" for options of `RunConfig` itself, such as `seed`."""
+    """One option of a run. `section` is "" for options of the run itself, such as `seed`."""
 
     section: str
     field: str
     kind: Any
     owner: type
-    """The class that declares the option as a field. The help text is in the class's source."""
+    """The class that declares the option. Its source has the option's help text."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that the option allows. Empty if the allowed values are not a list of words."""
+        """The words that the option allows. Empty if it allows other values than certain words."""
         if get_origin(self.kind) is Literal:
             return get_args(self.kind)
         rules = getattr(self.kind, "__metadata__", ())
@@ -55,25 +55,26 @@ class Option:
 
     @property
     def values(self) -> str:
-        """The allowed values in the form of the help: words or names of types, separated by `|`."""
+        """The allowed values as text for the help: words or names of types, separated by `|`."""
         if self.choices:
             return "|".join(self.choices)
         names = ("none" if kind is type(None) else kind.__name__.upper() for kind in self.kinds)
         return "|".join(names)
 
     def of(self, config: RunConfig) -> Any:
-        """Return the value of the option in a configuration. None if `config` lacks the option."""
+        """Return the option's value in a configuration. None if the configuration does not have the
+        option.
+        """
         return getattr(section_of(config, self.section), self.field, None)
 
     def is_in(self, config: RunConfig) -> bool:
-        """Return True if the configuration has the option.
-
-        This depends on the chosen route, objective, task and techniques.
+        """Return True if a configuration has the option. This depends on its route, objective, task
+        and techniques.
         """
         return hasattr(section_of(config, self.section), self.field)
 
     def parse(self, text: str) -> Any:
-        """Return the option's value from a word of the command line.
+        """Return the value of the option that a word of the command line gives.
 
         Raises `ConfigError` if the word is not of the option's type.
         """
@@ -95,10 +96,10 @@ class Option:
             raise ConfigError(f"--{self.name} must be {expected}, got {text!r:.60}") from None
 
     def read(self, value: Any, where: str) -> Any:
-        """Return the option's value from a value in a JSON or TOML file.
+        """Return the value of the option that a value in a JSON or TOML file gives.
 
-        Null is read as infinity for an option of type float. Raises `ConfigError` if the value is
-        not of the option's type.
+        For an option of type float, null means infinity. Raises `ConfigError` if the value is not
+        of the option's type. The message begins with `where`.
         """
         if self.kinds == (float,) and value is None:
             return math.inf
@@ -108,14 +109,15 @@ class Option:
 
 
 TECHNIQUE_OPTIONS = "technique_options"
-"""The name of the field of `RunConfig` that holds the sections of the chosen techniques."""
+"""The name of the field of `RunConfig` with the sections of the chosen techniques."""
 
 
 @cache
 def sections() -> dict[str, Any]:
-    """Return the class of every section by name. The name "" stands for `RunConfig` itself.
+    """Return the class of every section by its name. `RunConfig` itself has the name "".
 
-    The sections of all techniques are included. A configuration has those of the chosen ones.
+    The sections of all techniques are included, though a configuration has only those of chosen
+    ones.
     """
     types = option_types(RunConfig)
     classes = {name: kind for name, kind in types.items() if is_dataclass(kind)}
@@ -124,23 +126,24 @@ def sections() -> dict[str, Any]:
 
 
 def section_of(config: RunConfig, name: str) -> Any:
-    """Return a section of a configuration. None for a technique that is not chosen."""
+    """Return the section `name` of a configuration. None if it belongs to a technique that is not
+    chosen.
+    """
     if name in techniques():
         return config.technique_options.get(name)
     return getattr(config, name) if name else config
 
 
 def options() -> dict[str, Option]:
-    """Return all options by full name. Their order is that of the sections in `RunConfig`."""
+    """Return all options by full name, in the order of the sections in `RunConfig`."""
     variants = (OldLogpsConfig, ObjectiveConfig, TaskConfig)
     return _options(tuple(each for cls in variants for each in cls.classes()))
 
 
 @cache
 def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
-    """Return all options by full name.
-
-    `registered`, the classes known at present, is the key of the cache.
+    """Return all options by full name. `registered`, the known classes of sections, is the cache's
+    key.
     """
     options: dict[str, Option] = {}
     for section, cls in sections().items():
@@ -155,7 +158,7 @@ def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
 def _own_first(section: Any) -> list[tuple[str, Any]]:
     """Return the options of a section with their types.
 
-    Options that the section inherits from a class that is no section come last.
+    Options come last if they are inherited from a class that is not a section itself.
     """
 
     def is_shared(item: tuple[str, Any]) -> bool:
@@ -165,15 +168,11 @@ def _own_first(section: Any) -> list[tuple[str, Any]]:
 
 
 def _owner(section: type, field: str) -> type:
-    """Return the class that declares a field: the section's own class or one of its bases."""
     return next(base for base in section.__mro__ if field in vars(base).get("__annotations__", {}))
 
 
 def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Return a copy of the configuration with new values for some options.
-
-    `values` maps full names, such as `trainer.lr`, to values.
-    """
+    """Return a copy of the configuration with `values` for some options, by full name."""
     changes: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         option = options()[name]
@@ -196,9 +195,9 @@ def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 def _technique_options(
     config: RunConfig, names: str, changes: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the options of the techniques `names`, by technique, with new values for some.
+    """Return the options of the techniques in `names`, by technique, with new values for some.
 
-    `changes` may have options of techniques that are not in `names`. These are returned, too, and
+    `changes` has the new values. It may name other techniques. These are returned, too, so that
     `RunConfig` refuses them.
     """
     now = {entry.name: entry.options() for entry in chosen(names)}
@@ -210,10 +209,10 @@ def _technique_options(
 
 
 def read_values(row: Any, source: str) -> dict[str, Any]:
-    """Return the options of a JSON object or TOML table, as full name -> value.
+    """Return the options in a JSON object or TOML table, by full name.
 
-    `row` has one inner table per section. Raises `ConfigError` for an unknown or renamed option, or
-    a value of the wrong type. The message begins with `source`, such as a file name.
+    `row` has a table for each section. Raises `ConfigError` for an unknown or renamed option, or a
+    value of the wrong type. The message begins with `source`, such as a file name.
     """
     leaves, known = list(_leaves(row, source)), options()
     wrong = [each for leaf in leaves if leaf[0] not in known for each in _innermost(*leaf)]
@@ -225,10 +224,7 @@ def read_values(row: Any, source: str) -> dict[str, Any]:
 
 
 def _innermost(name: str, value: Any) -> list[str]:
-    """Return the full names of unknown options in a table.
-
-    Options of other trainers may be nested.
-    """
+    """Return the full names of unknown options in a table, which may contain further tables."""
     if name in RENAMED or not isinstance(value, dict) or not value:
         return [name]
     return [each for key, inner in value.items() for each in _innermost(f"{name}.{key}", inner)]
@@ -250,9 +246,10 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
 
 
 def former_name(name: str) -> str:
-    """Return `name` if this option was renamed, or its section's name if the section was.
+    """Return `name` if it is the former name of a renamed option, or the former name of its
+    section.
 
-    Otherwise "".
+    Otherwise return "".
     """
     section = name.partition(".")[0]
     if name not in RENAMED and RENAMED.get(section) in sections():
@@ -281,8 +278,8 @@ def unknown_option(name: str) -> str:
 def option_hint(name: str, known: Sequence[str]) -> str:
     """Return the end of an error message: the options in `known` that are similar to `name`.
 
-    Empty if none is similar. The names in `known` may begin with `--`. Options of techniques are
-    proposed only if no other option is similar.
+    Empty if none is. The names in `known` may begin with `--`. Options of techniques are named only
+    if no other option is similar.
     """
     of_every_run = [
         each for each in known if each.removeprefix("--").partition(".")[0] not in techniques()
@@ -292,10 +289,10 @@ def option_hint(name: str, known: Sequence[str]) -> str:
 
 
 def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """Return a configuration with changes of its options.
+    """Return a copy of the configuration with some options changed.
 
-    `changes` maps options of the run itself to values, and a section's name to a section object or
-    to a table of some of its options, as in a TOML file: `{"trainer": {"lr": 1e-5}}`. Raises
+    `changes` has values of options of the run itself by name, and by the name of a section either a
+    new section or a table of some of its options, as in `{"trainer": {"lr": 1e-5}}`. Raises
     `ConfigError` for an unknown option or a value of the wrong type.
     """
     whole = {
@@ -308,7 +305,7 @@ def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the options in a TOML or JSON file, as full name -> value.
+    """Return the options in a TOML or JSON file, by full name.
 
     Raises `ConfigError`, with the file and the option, for an unknown option or a wrong value.
     """
@@ -317,9 +314,11 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig:
-    """Return the configuration in a run folder's `config.json`. Missing options get their defaults.
+    """Return the configuration in a run folder's `config.json`. Options that it lacks get their
+    defaults.
 
-    `row` is the file's content. Raises `ConfigError` for an unknown option or a wrong value.
+    `row` is the content of the file, whose name is `source` in messages. Raises `ConfigError` for
+    an unknown option or a wrong value.
     """
     values = read_values(present_names(row), source)
     if "recipe" not in values:
@@ -329,10 +328,11 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
 
 
 def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run's `config.json`, with the values of unused options reset.
+    """Return the options of a run, by full name, in which options that are not used have their
+    defaults.
 
-    `values` and the result map full names to values. An unused option gets its default. It is
-    removed if its section lacks it, such as options of objectives that are not chosen.
+    An option is left out if its section does not have it, such as one of an objective that is not
+    chosen.
     """
     changed = dict(values)
     for name in _unread(values):
@@ -346,9 +346,9 @@ def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in `values`, as full name -> value, with `changes` applied.
+    """Return the options in `values`, by full name, with `changes` made.
 
-    An option that a change makes unused is left out.
+    Options that are not used after a change are left out.
 
     >>> merged({"correction.low": 0.9, "max_steps": 2}, {"correction.mode": "none"})
     {'max_steps': 2, 'correction.mode': 'none'}
@@ -361,10 +361,10 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def _unread(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options in `values` that must keep their defaults because they are not used.
+    """Return the options in `values` that are not used, and must keep their defaults.
 
-    Each is mapped to the option that decides whether it is used. Names are full names, and options
-    that are not in `values` have their defaults.
+    Each is mapped to the option that decides this. Names are full names. Options that `values`
+    lacks have their defaults.
     """
     found = {}
     for section, cls in sections().items():
@@ -382,10 +382,10 @@ def _unread(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def changed_options(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the options that differ between two configurations.
+    """Return the options that differ between two configurations, by full name.
 
-    The result is full name -> (value in `before`, value in `now`). None stands for an option that a
-    configuration lacks.
+    Each is mapped to (value in `before`, value in `now`). None stands for an option that a
+    configuration does not have.
     """
     values = {name: (option.of(before), option.of(now)) for name, option in options().items()}
     return {name: (old, new) for name, (old, new) in values.items() if old != new}

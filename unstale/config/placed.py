@@ -1,4 +1,7 @@
-"""Refuse what placed text would make wrong (`objective.placed`)."""
+"""Refuse options that cannot be used if placed text has a loss (`objective.placed`).
+
+Placed text is text in a reply that the policy did not sample there.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -14,13 +17,15 @@ REFUSED = {
     "ratio": "which needs the behavior_logp of every token",
     "source": "which stores no source of placed text",
 }
-"""Slots whose techniques cannot be used if placed text has a loss, and the reason."""
+"""Slots (kinds of techniques) that cannot be used if placed text has a loss, each with the
+reason.
+"""
 HAVE_PLACED_TEXT = ("opmd",)
-"""Techniques of the slots in `REFUSED` that can be used: they give placed text a loss, too."""
+"""Techniques of these slots that can be used, because they give placed text a loss, too."""
 
 
 def check_placed(config: "RunConfig") -> None:
-    """Raise `ConfigError` for options that cannot be used with a loss of placed text."""
+    """Raise `ConfigError` for options that cannot be used if placed text has a loss."""
     mode = config.objective.placed
     if mode == "mask":
         return

@@ -1,10 +1,10 @@
-"""Plugins of a run: modules of this package and entry points of other distributions.
+"""Find the plugins of a run: modules of this distribution, and entry points of others.
 
-Each kind of plugin, such as routes, has a group of entry points. The name of an entry point is the
-name of the plugin, so names are known before anything is imported.
+Each kind of plugin, such as routes, has a group of entry points. A plugin has the name of its entry
+point, so names are known before anything is imported.
 
-Two packages of this distribution are annexes: `unstale.analysis` and `unstale.research`. The core,
-which is all the rest, never imports them by name. It finds their modules with `modules`.
+`unstale.analysis` and `unstale.research` are optional packages (annexes). All other code, the core,
+never imports them by name. It finds their modules with `modules`.
 """
 
 import sys
@@ -28,8 +28,8 @@ ANNEXES: Mapping[str, Sequence[str]] = {
     "unstale.techniques": ("unstale.research.techniques",),
     "unstale.verbs": ("unstale.analysis.commands", "unstale.research.commands"),
 }
-"""For each package of `unstale`, the packages in the optional annexes (analysis, research) whose
-modules count as part of it.
+"""The packages of the annexes `unstale.analysis` and `unstale.research` whose modules count as
+modules of a package of `unstale`, by that package.
 
 Adapters of libraries, listeners to the end of a run, and commands are only in annexes.
 """
@@ -38,20 +38,20 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Plugins:
-    """The plugins of one kind that other distributions add."""
+    """The plugins of one kind in other distributions."""
 
     group: str
-    """The group of entry points, such as `unstale.routes`."""
+    """The group of their entry points, such as `unstale.routes`."""
     kind: Any
     """The class of the plugins, or `Callable`. If it is a section of the configuration, each plugin
-    is a subclass of it. A plugin with an attribute `name` must have the name of its entry point.
+    is a subclass of it. An attribute `name` of a plugin must be the name of its entry point.
     """
 
     def load(self, name: str) -> Any:
-        """Return the plugin with this name. None if no other distribution adds such a plugin.
+        """Return the plugin `name`. None if no other distribution has one of this name.
 
-        Raises `ConfigError` if the plugin cannot be imported, is not of the class `kind`, or is
-        added by two distributions.
+        Raises `ConfigError` if the plugin cannot be imported, is not of the class `kind`, or is in
+        two distributions.
         """
         points = read_entry_points()[self.group].get(name)
         if not points:
@@ -75,9 +75,9 @@ class Plugins:
         return isinstance(thing, self.kind) and getattr(thing, "name", name) == name
 
     def load_all(self, own: Collection[str] = ()) -> dict[str, Any]:
-        """Return the usable plugins by name. Warn, once, about each plugin that cannot be used.
+        """Return the plugins that can be used, by name. Warn once about each of the others.
 
-        `own` has the names that this package itself uses, which no plugin can replace.
+        `own` are names of this package itself, which no plugin can have.
         """
         things = {}
         for name in added_names(self.group, own):
@@ -89,10 +89,10 @@ class Plugins:
 
 
 def added_names(group: str, own: Collection[str] = ()) -> list[str]:
-    """Return the names in a group of entry points, without those in `own`.
+    """Return the names in a group of entry points, without the names in `own`. Nothing is imported.
 
-    Nothing is imported, so some may be broken. `own` has the names that this package itself uses. A
-    warning is printed, once, about each plugin with such a name.
+    `own` are names of this package itself. A warning is printed once about each plugin with such a
+    name.
     """
     names = sorted(read_entry_points()[group])
     for name in names:
@@ -102,25 +102,26 @@ def added_names(group: str, own: Collection[str] = ()) -> list[str]:
 
 
 def owner(group: str, name: str) -> str:
-    """Return name and version of the distribution with an entry point.
+    """Return the name and version of the distribution that has an entry point.
 
-    If several have it, return all.
+    If several have it, all are in the text.
     """
     found = [point.dist for point in read_entry_points()[group][name] if point.dist]
     return " and ".join(sorted({f"{each.name} {each.version}" for each in found}))
 
 
 def problem(group: str, name: str, cause: str) -> ConfigError:
-    """Return an error about an entry point, with its distribution and the cause."""
+    """Return an error about an entry point. Its text has the distribution and the cause."""
     where = f"entry point {name!r} of {owner(group, name)} in the group {group}"
     return ConfigError(f"{where} cannot be used: {cause}")
 
 
 def modules(package: str) -> dict[str, str]:
-    """Return the modules of a package of `unstale`, and those that optional packages add to it.
+    """Return the modules of a package of `unstale` and those that annexes add, by their short
+    names.
 
-    The result maps the short name of a module to its full name. Nothing is imported. All
-    subpackages are left out, and modules whose name begins with an underscore.
+    The values are full names. Nothing is imported. Subpackages are left out, and so are modules
+    whose name begins with an underscore.
     """
     places = (package, *ANNEXES.get(package, ()))
     return dict(
@@ -136,7 +137,7 @@ def modules(package: str) -> dict[str, str]:
 def missing_annexes() -> str:
     """Return the end of an error message about an unknown name: the annexes that are not installed.
 
-    The annexes are `unstale.analysis` and `unstale.research`. Empty if both are installed.
+    They may have it. Empty if `unstale.analysis` and `unstale.research` are both installed.
     """
     names = {".".join(each.split(".")[:2]) for places in ANNEXES.values() for each in places}
     missing = sorted(name for name in names if not (_folder(name) / "__init__.py").exists())
@@ -148,9 +149,9 @@ def _folder(package: str) -> Path:
 
 
 def declared(package: str, attribute: str) -> Iterator[Any]:
-    """Import the modules of `modules(package)`.
+    """Import the modules that `modules(package)` lists, and yield their values of `attribute`.
 
-    Yield the value of `attribute` in each module that has it.
+    Modules without this attribute are left out.
     """
     for name in modules(package).values():
         module = import_module(name)

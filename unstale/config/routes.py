@@ -1,9 +1,9 @@
-"""The options and declarations of routes. Importing this module does not import torch.
+"""The options of routes and what is known about each. Importing this does not import torch.
 
 A route is a method to obtain `old_logp`: the trainer's log-probability of each token under the
-weights that sampled it. Each route is one file of `unstale/old_logps`. It declares its options,
-needs, costs and documentation in a subclass of `OldLogpsConfig`. The command line's help, the
-linter, the planner, the audit, recipes and docs read these declarations.
+weights that sampled it, or an approximation. Each route is one file of `unstale/old_logps`. It
+declares its options, needs, costs and documentation in a subclass of `OldLogpsConfig`. The command
+line's help, the linter, the planner, the audit, recipes and docs read these classes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,38 +26,42 @@ WHOLE_RATIO = "the whole ratio: numerics and learning in one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a route (a method to compute `old_logp`) needs from the training loop, and its costs."""
+    """What a route (a method to compute `old_logp`) needs from the training loop, and what it
+    costs.
+    """
 
     now: bool = False
-    """True if the method `logps` of a route (way to get `old_logp`) uses its argument `now`, the
-    log-probabilities under the current weights. They cost one forward pass per batch.
+    """True if the method `logps` of the route (method to compute `old_logp`) uses its argument
+    `now`: the log-probabilities under the current weights. They take one forward pass per batch.
     """
     inline: bool = False
     """True if old log-probabilities depend on the weights of each training pass. The route's method
     `logps` is then called in every pass, on the sequences of that pass, and not once per batch.
     """
     snapshots: bool = False
-    """True if the route (way to get `old_logp`) keeps past versions of the weights, as differences
-    between versions. Unless `trained_weights` is set, `old_logp` of a batch may be computed before
-    the newest version is published, if that version sampled none of the batch's tokens.
+    """True if the route (method to compute `old_logp`) keeps past versions of the weights, as
+    differences between versions. Unless `trained_weights` is set, it can then compute `old_logp` of
+    a batch before the newest version is published, if that version sampled none of the tokens.
     """
     resident_models: int = 0
-    """Number of additional models in memory that a route (way to get `old_logp`) needs."""
+    """Number of models, besides the trained one, that the route (method to compute `old_logp`)
+    keeps in memory.
+    """
     trained_weights: bool = False
-    """True if the route (way to get `old_logp`) loads past versions into the trained model for a
-    short time, to compute log-probabilities with them.
+    """True if the route (method to compute `old_logp`) loads past versions into the trained model
+    while it computes log-probabilities with them.
     """
     averages: int = 0
-    """Number of moving averages of the weights that the route (way to get `old_logp`) keeps, each a
-    float32 copy.
+    """Number of moving averages of the weights that the route (method to compute `old_logp`) keeps.
+    Each is a float32 copy.
     """
     whole_versions: bool = False
-    """True if the copies in `averages` are whole versions of the weights instead. Each publication
-    replaces one.
+    """True if the copies of the weights that `averages` counts are past versions instead. Each
+    publication replaces one.
     """
     closing: bool = False
-    """True if, before an optimizer step changes the weights, generation must be paused and the
-    route's method `before_update` called.
+    """True if generation must be paused, and the route's method `before_update` be called, before
+    an optimizer step changes the weights.
     """
     idle: bool = False
     """True if the route's method `score_while_idle` must be called while the trainer waits for
@@ -65,27 +69,27 @@ class Needs:
     changes the weights.
     """
     whole_batch: bool = False
-    """True if the method `logps`, which gets `old_logp`, needs the whole batch at once, not some of
-    its groups.
+    """True if the route's method `logps`, which returns `old_logp`, needs all groups of a batch in
+    one call.
     """
     own_process: bool = False
-    """True if another process holds the models for `old_logp` and computes the forward passes."""
+    """True if the models that compute `old_logp` are in another process."""
     forwards: Forwards = "none"
-    """Forward passes per batch to compute `old_logp`: none, one, or one for each version in the
-    batch.
+    """Number of forward passes per batch for `old_logp`: none, one, or one for each version that
+    sampled tokens of the batch.
     """
 
     @property
     def scores_before_update(self) -> bool:
-        """True if `before_update` of the route must be called, because it keeps no past weights to
-        get `old_logp` later.
+        """True if the route's method `before_update` must be called. The route keeps no past
+        weights, so it must compute `old_logp` before the weights change.
         """
         return self.closing or (self.idle and not self.snapshots)
 
     def placed(self, placement: str) -> "Needs":
-        """Return these needs for a value of the option `placement` of routes with a second model.
+        """Return these needs as they are for a value of the option `placement`.
 
-        With `twin` there is a second model. With `own`, the trained model computes in its place.
+        With `twin`, the route has a second model. With `own`, the trained model takes its place.
         """
         if placement == "twin":
             return self
@@ -94,10 +98,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Texts on a route: which policy is its old policy pi_old, and what the two ratios contain.
+    """Texts on the old policy pi_old of a route, and on what D and S contain with it.
 
-    The discrepancy D is pi_old / mu, where mu is the engine's policy that sampled the token. The
-    staleness ratio S is pi / pi_old, where pi is the current policy.
+    The discrepancy is D = pi_old / mu, where mu is the engine's policy that sampled the token. The
+    staleness ratio is S = pi / pi_old, where pi is the current policy.
     """
 
     symbol: str
@@ -109,10 +113,10 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteDocs:
-    """The description of a route (`old_logp` method), for docs/old-logps.md."""
+    """What docs/old-logps.md says about a route (a method to compute `old_logp`)."""
 
     policy: str
-    """The policy, or the weights, under which the route computes `old_logp`."""
+    """The policy, or its weights, under which the route computes `old_logp`."""
     exact: str
     holds: str
     costs: str
@@ -138,26 +142,30 @@ class OldLogpsConfig(VariantSection):
     `ewma_prox`.
     """
     baseline: bool = False
-    """Allow a route that makes a ratio always 1 or delays the clip, for use as a baseline."""
+    """Allow a route that keeps D or S at 1, or with which the clip acts late, to compare others
+    with it.
+    """
 
     makes: ClassVar[Any]
-    """The class that computes the old log-probabilities, a subclass of `OldLogps`. Its argument is
-    a scorer, which runs the forward passes.
+    """The class that computes old log-probabilities, a subclass of `OldLogps`. Its argument is a
+    scorer, the object that runs forward passes.
     """
     docs: ClassVar[RouteDocs]
     requires: ClassVar[Mapping[str, Any]] = {}
-    """Options by full name, each with the value that a run must have to use this route."""
+    """Options by full name, with the value that each must have if this route is used."""
     recipe: ClassVar[Mapping[str, Any]] = {}
-    """Options of this route that differ from their defaults in its recipe."""
+    """Options that the recipe of this route sets to other values than their defaults."""
     fixed: ClassVar[Mapping[str, str]] = {}
-    """Options of this route that must not change when a run is resumed, each with the reason."""
+    """Options of this route that must not be changed when a run is resumed, each with the
+    reason.
+    """
     to_free_s: ClassVar[Mapping[str, Any]] = {}
-    """Options by full name, with values that let the staleness ratio S differ from 1. The linter
-    suggests them where S would always be 1.
+    """Options by full name, with values for which S = pi / pi_old is not always 1. The linter
+    suggests them if it would be.
     """
     exactness: ClassVar[str] = "no: a stand-in (--audit.share 0.05 measures how wrong)"
-    """The linter's answer to the question whether a route (way to get `old_logp`) is exact, for
-    options with which it is not.
+    """The linter's text on whether the old log-probabilities are exact, if the options make this
+    route inexact.
     """
 
     def __new__(cls, route: str = "", **options: Any) -> "OldLogpsConfig":
@@ -172,61 +180,64 @@ class OldLogpsConfig(VariantSection):
     def exact(self) -> bool:
         """True if each old log-probability is computed under the weights that sampled its token.
 
-        Tokens that were sampled with a KV cache of older weights are excepted.
+        This does not hold for tokens that were sampled with a KV cache of older weights.
         """
         return False
 
     @property
     def partly_exact(self) -> bool:
-        """True if at least some tokens get exact values, under the weights that sampled them."""
+        """True if at least some old log-probabilities are computed under the weights that sampled
+        the token.
+        """
         return self.exact
 
     @property
     def decay(self) -> float | None:
-        """The decay of the moving average of the weights with which the route gets `old_logp`.
+        """The decay of the moving average of weights that serves as the old policy.
 
-        None if the route has no moving average, or one whose decay varies.
+        None if the route has no such average, or its decay varies.
         """
         return None
 
     @property
     def resets(self) -> bool:
-        """True if the moving average of the weights restarts when the correction drops many
+        """True if the moving average of weights starts again when the correction drops many
         tokens.
         """
         return False
 
     @property
     def shares_deltas(self) -> bool:
-        """True if the route keeps differences between weight versions, which engines could load,
+        """True if the route keeps differences between weight versions. Engines could load these,
         too.
         """
         return False
 
     @property
     def scoring_ranks(self) -> int:
-        """The number of additional ranks that only compute old log-probabilities."""
+        """Number of ranks, besides the trainer's, that only compute old log-probabilities."""
         return 0
 
     def updates_per_version(self, run: "RunConfig") -> int:
-        """Return how often the moving average of the weights is updated while one version is
-        current.
+        """Return how often a moving average of the weights is updated before a new version is
+        published.
         """
         return 1
 
     def weight_of_now(self, run: "RunConfig") -> float | None:
-        """Return the weight of the current policy pi in a route whose old policy mixes pi and mu.
+        """Return the weight of the current policy pi in the old policy, if that is a mix of pi and
+        mu.
 
-        mu is the engine's policy that sampled the token. None if the route does not mix them, or if
-        the weight differs between tokens.
+        mu is the engine's policy that sampled the token. None if the old policy is no such mix, or
+        if the weight differs between tokens.
         """
         return None
 
     def s_of(self, ratio: float, run: "RunConfig") -> float:
-        """Return the staleness ratio S of a token with the largest lag that this run allows.
+        """Return S = pi / pi_old of a token with the largest lag that the run allows.
 
-        `ratio` is the token's whole ratio pi / mu = D S. The default is `ratio` itself, because all
-        staleness is in S. An approximate route may leave a part of the staleness in D.
+        `ratio` is the token's pi / mu = D S. The default is `ratio` itself, because all staleness
+        is in S. With an approximate route, a part of it may be in D.
         """
         return ratio
 
@@ -234,9 +245,9 @@ class OldLogpsConfig(VariantSection):
         raise NotImplementedError
 
     def variants(self, alphas: Sequence[float]) -> "list[OldLogpsConfig]":
-        """Return further settings of this route for `unstale audit` to compare.
+        """Return other settings of this route, which `unstale audit` compares with it.
 
-        `alphas` are weights of the current policy to try, in routes that mix it with another.
+        `alphas` are weights of the current policy to try, for routes that mix it with another.
         """
         return []
 
@@ -248,23 +259,25 @@ class OldLogpsConfig(VariantSection):
         )
 
     def make(self, scorer: Any, *, lockstep: bool) -> Any:
-        """Create the object that computes old log-probabilities with a scorer.
+        """Return a new object that computes old log-probabilities with a scorer, which runs forward
+        passes.
 
-        With `lockstep`, the object's results do not depend on the speed of another process.
+        With `lockstep`, its results do not depend on the speed of another process.
         """
         return self.makes(scorer)
 
     def make_on_rank(self, scorer: Any, *, lockstep: bool) -> Any:
-        """Create the part of the route that runs on each trainer rank.
+        """Return a new object that does a trainer rank's part of computing old log-probabilities.
 
-        It is the whole route, unless separate ranks compute old log-probabilities
-        (`scoring_ranks`).
+        This is the whole route, unless separate ranks compute them (`scoring_ranks`).
         """
         return self.make(scorer, lockstep=lockstep)
 
 
 class ExactSpec(OldLogpsConfig):
-    """Options of an exact route: `old_logp` is under the weights that sampled the token."""
+    """Options of an exact route: it computes `old_logp` under the weights that sampled the
+    token.
+    """
 
     @property
     def exact(self) -> bool:
@@ -290,10 +303,10 @@ class ExactSpec(OldLogpsConfig):
 def meaning_of_average(
     run: "RunConfig", *, age: str, averages: int, placement: str = "twin"
 ) -> Meaning:
-    """Return the `Meaning` of a route whose old policy is a moving average of the weights.
+    """Return the texts on a route whose old policy is a moving average of the weights.
 
-    `age` completes the text "whose age in versions ...". `averages` is the number of averages.
-    `placement` is the route's option of this name.
+    `age` completes the text "whose age in versions ...". `averages` is the number of averages, and
+    `placement` the value of the route's option of this name.
     """
     copies = f"{averages} averaged and one movable copy of the weights"
     if placement == "own":
@@ -311,14 +324,16 @@ def meaning_of_average(
 def age_of_average(spec: OldLogpsConfig, run: "RunConfig") -> float:
     """Return the mean age, in versions, of the weights in a moving average after many updates.
 
-    The route must have a fixed decay.
+    The route must have an average with a fixed decay.
     """
     assert spec.decay is not None, spec
     return spec.decay / (1 - spec.decay) / spec.updates_per_version(run)
 
 
 def live_versions(run: "RunConfig") -> int:
-    """Return the largest number of weight versions whose tokens can wait for training at once."""
+    """Return the largest number of weight versions that have sampled tokens which still wait for
+    training.
+    """
     return run.schedule.staleness_bound + 1
 
 
@@ -328,15 +343,13 @@ def routes() -> Mapping[str, type[OldLogpsConfig]]:
 
 
 def route_names() -> list[str]:
-    """Return the names of all routes (methods to compute `old_logp`), without importing plugins."""
+    """Return the names of all routes (methods to compute `old_logp`). Plugins are not imported."""
     known = OldLogpsConfig.variants_by_name(added=False)
     return list(dict.fromkeys([*known, *added_names(OldLogpsConfig.group)]))
 
 
 def exact_routes() -> list[str]:
-    """Return the names of the routes whose `old_logp` is exact with every setting of their
-    options.
-    """
+    """Return the names of the routes whose `old_logp` is exact whatever their options are."""
     return [name for name, spec in routes().items() if _is_exact(spec)]
 
 

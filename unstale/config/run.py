@@ -1,4 +1,4 @@
-"""The configuration of a run: all sections, and the options of the run itself."""
+"""The configuration of a run: all sections, and options of the run itself."""
 
 import json
 from collections.abc import Mapping
@@ -47,7 +47,9 @@ SHIPPED_POLICIES = {
     "base": SHIPPED_POLICY,
     "base-desks": SHIPPED_POLICY.with_name("base_desks"),
 }
-"""By the value of the option `model`: the folder of each small model in this package."""
+"""The folder of each small model in this package, by the value of the option `model` that
+names it.
+"""
 
 MAX_SEED = 9e9
 """Largest seed. Each seed reserves 10^9 task numbers, and a task number has 63 bits."""
@@ -135,10 +137,10 @@ class RunConfig(Section):
 
     @property
     def policy_folder(self) -> Path:
-        """The folder of the model from which the run starts.
+        """The folder of the model from which the run starts: with `sft.steps`, that of its
+        supervised start.
 
-        With `sft.steps`, it is the fine-tuned model. Raises `ConfigError` if the supervised start
-        has not been made.
+        Raises `ConfigError` if the supervised start has not been made.
         """
         if not self.sft.steps:
             return self.pretrained_folder
@@ -152,9 +154,8 @@ class RunConfig(Section):
 
     @property
     def pretrained_folder(self) -> Path:
-        """The folder of the model that the option `model` names.
-
-        The model is downloaded or converted if needed.
+        """The folder of the model that the option `model` names. It is downloaded or converted if
+        needed.
         """
         return self.find_policy(fetch=True)
 
@@ -174,13 +175,13 @@ class RunConfig(Section):
         )
 
     def with_policy(self, folder: Path | str) -> Self:
-        """Return the configuration with the model in `folder` and without a supervised start."""
+        """Return the configuration for the model in `folder`, without a supervised start."""
         gguf = self.model_gguf if str(folder) == self.model else ""
         return replace(self, model=str(folder), model_gguf=gguf, sft=SftConfig())
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """The extra variables of the chat template, from the option `chat_template_kwargs`."""
+        """The variables of the chat template in the option `chat_template_kwargs`, by name."""
         variables: dict[str, Any] = json.loads(self.chat_template_kwargs or "{}")
         return variables
 
@@ -243,7 +244,7 @@ class RunConfig(Section):
             )
 
     def _check_bitwise(self) -> None:
-        """Raise `ConfigError` for options with which engine and trainer cannot be bitwise equal."""
+        """Raise `ConfigError` for options with which `engine.bitwise` is not possible."""
         engine, trainer = self.engine, self.trainer
         if not engine.bitwise:
             return
@@ -270,7 +271,7 @@ class RunConfig(Section):
                 )
 
     def _check_critic(self) -> None:
-        """Raise `ConfigError` for options of a critic that the run does not have."""
+        """Raise `ConfigError` if options of the critic are set, but the run has none."""
         defaults = CriticConfig.defaults().items()
         changed = [name for name, value in defaults if getattr(self.critic, name) != value]
         if changed and self.advantage.estimator != "gae":
@@ -280,7 +281,7 @@ class RunConfig(Section):
             )
 
     def _check_adapters(self) -> None:
-        """Raise `ConfigError` for options that do not allow unmerged adapters."""
+        """Raise `ConfigError` for options with which `engine.adapters` cannot be unmerged."""
         engine = self.engine
         if engine.adapters == "merged":
             return
@@ -304,7 +305,7 @@ class RunConfig(Section):
         _require("engine.adapters = unmerged", needed)
 
     def _check_pinned(self) -> None:
-        """Raise `ConfigError` for options with which an episode cannot keep its first version."""
+        """Raise `ConfigError` for options with which `schedule.pin_versions` is not possible."""
         if not self.schedule.pin_versions:
             return
         needs, route = self.old_logps.needs, self.old_logps.route
@@ -355,7 +356,9 @@ class RunConfig(Section):
             )
 
     def _check_test_time(self) -> None:
-        """Raise `ConfigError` if labels of held-out tasks affect a run that trains on them."""
+        """Raise `ConfigError` if held-out tasks are trained on (`selection.test_time`) and labels
+        are used.
+        """
         if not self.selection.test_time:
             return
         if not any(entry.without_labels for entry in chosen(self.techniques)):
@@ -370,7 +373,7 @@ class RunConfig(Section):
             )
 
     def _check_processes(self) -> None:
-        """Raise `ConfigError` for options that rollout in several processes does not support."""
+        """Raise `ConfigError` for options that do not work with `rollout.processes` above 1."""
         refused = {
             f"engine.backend = {self.engine.backend}": (
                 self.engine.backend == "embedded" and not self.cluster.engine_hosts,
@@ -410,7 +413,7 @@ class RunConfig(Section):
                 )
 
     def _check_trainers(self) -> None:
-        """Raise `ConfigError` for options that trainer ranks do not support."""
+        """Raise `ConfigError` for options that do not work with `cluster.trainers`."""
         lacks_ranks = self.old_logps.needs.own_process and not self.old_logps.scoring_ranks
         missing = "trainer ranks do not have it"
         untested = "torch.compile of a divided model was never tested on GPUs"
@@ -450,9 +453,9 @@ class RunConfig(Section):
 
 
 def _require(option: str, needed: Mapping[str, tuple[object, str]]) -> None:
-    """Raise `ConfigError` for the first requirement of an option that is not met.
+    """Raise `ConfigError` for the first option in `needed` that does not have what `option` needs.
 
-    `needed` has for each requirement a value that is true if it is met, and the reason for it.
+    The values of `needed` are True if the need is met, with the reason for it.
     """
     for need, (is_met, reason) in needed.items():
         if not is_met:

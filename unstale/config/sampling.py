@@ -1,4 +1,4 @@
-"""Options of sampling: engines, episodes and their schedule."""
+"""Options of sampling: engines, episodes, the choice of tasks and the schedule."""
 
 import math
 import os
@@ -29,25 +29,25 @@ Transfer = Literal["auto", "file", "nccl"]
 Adapters = Literal["merged", "unmerged"]
 Quantise = Literal["none", "fp8", "int8", "int4", "nvfp4", "mxfp4"]
 LARGEST_BIAS = 100.0
-"""Largest number that `engine.logit_bias` adds to a logit, as in the API of OpenAI."""
+"""Largest number that `engine.logit_bias` may add to a logit, as in OpenAI's API."""
 BANNED = -10_000.0
-"""The number added to a logit to ban a token. exp of it is 0 in every precision. Unlike that of
--infinity, its product with 0 is 0.
+"""The number that is added to the logit of a banned token. exp of it is 0 in every precision. It is
+not -infinity, because 0 times that is NaN.
 """
 ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
     "embedded": ("fp8", "int8", "int4", "nvfp4", "mxfp4"),
     "vllm": ("fp8",),
 }
-"""The values of `engine.quantise`, besides `none`, that each engine backend supports. Backends that
-are not listed support only `none`.
+"""The values of `engine.quantise`, besides `none`, that an engine backend supports. Other backends
+support only `none`.
 """
 
 
 def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: int) -> int:
     """Return the largest staleness, in versions, that a token can have when its batch is formed.
 
-    The staleness of a token is the number of versions published since it was sampled. One version
-    is published for each batch. docs/staleness.md has the derivation.
+    The staleness of a token is the number of versions that were published after it was sampled.
+    There is one for each batch. docs/staleness.md has the derivation.
 
     >>> staleness_bound(2, 16, lookahead_window=1)
     2
@@ -60,17 +60,16 @@ def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: 
 
 
 def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
-    """Return the faster dtype: bfloat16 on a GPU or a CPU with bfloat16 units, else float32."""
+    """Return the faster dtype on this machine: bfloat16 on a GPU or a CPU with bfloat16 units, else
+    float32.
+    """
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
     has_products = "avx512_bf16" in flags or "amx_bf16" in flags
     return "bfloat16" if has_gpu() or has_products else "float32"
 
 
 def has_gpu() -> bool:
-    """Return True if there is an NVIDIA GPU and an installed torch that can use it.
-
-    Nothing is imported.
-    """
+    """Return True if there is an NVIDIA GPU and the installed torch can use it. Imports nothing."""
     has_driver = Path("/proc/driver/nvidia").exists() or Path("/dev/dxg").exists()  # Linux or WSL
     if not has_driver or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
@@ -81,10 +80,10 @@ def has_gpu() -> bool:
 
 @cache
 def backends() -> dict[str, Sequence[str]]:
-    """Return the names of the engine backends, each with the options that only it uses.
+    """Return the names of the engine backends, each with the options that only this one uses.
 
     A backend is a file in `engines/servers/`, or an entry point of another distribution. None is
-    imported, because that loads torch.
+    imported, because they import torch.
     """
     servers = dict.fromkeys(modules("unstale.engines.servers"), ("urls", "probe_tolerance"))
     vllm = (*servers["vllm"], "python", "servers", "args", "gpu_memory_utilization")
@@ -125,7 +124,7 @@ class EngineConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
     """Precision of generation. `auto` picks bfloat16 or float32: the faster one on this machine."""
     transfer: Transfer = "auto"
-    """Path of new weights to the engines. `file`: through main memory; vLLM servers load a file
+    """How new weights get to the engines. `file`: through main memory; vLLM servers load a file
     there. `nccl`: from the trainer's GPU to vLLM servers on other GPUs of this machine. `auto`: the
     embedded engine reads the weights on the trainer's GPU, if there is one; otherwise like `file`.
     """
@@ -157,20 +156,20 @@ class EngineConfig(Section):
     temperature: NonNegative = 1.0
     """Sampling temperature, above 0. The trainer divides its logits by the same temperature."""
     top_p: Share = 1.0
-    """Sample from the fewest most probable tokens whose probabilities have at least this sum. Below
-    1, each token's set is recorded, and the trainer uses it (docs/kept-sets.md).
+    """Sample from the smallest set of most probable tokens whose probabilities have at least this
+    sum. If below 1, each token's set is recorded, and the trainer uses it (docs/kept-sets.md).
     """
     top_k: Count = 0
-    """Sample from this many most probable tokens; 0 sets no limit. Sets are recorded as with
-    `top_p`, to whose tokens it applies first.
+    """Sample from this number of most probable tokens; 0 sets no limit. Applied before `top_p`.
+    Sets are recorded as with `top_p`.
     """
     min_p: Share = 0.0
-    """Sample from tokens with at least this share of the highest probability. Sets are recorded as
-    with `top_p`. Applies before the other two.
+    """Sample from tokens whose probability is at least this share of the highest one. Applied
+    before `top_k` and `top_p`. Sets are recorded as with `top_p`.
     """
     logit_bias: str = ""
-    """Numbers that are added to the logits of tokens, as ID=NUMBER, separated by spaces. `-inf`
-    bans a token. See docs/kept-sets.md.
+    """Numbers to add to the logits of tokens, as ID=NUMBER, separated by spaces. `-inf` bans a
+    token. See docs/kept-sets.md.
     """
     max_completion_tokens: PositiveInt = 96
     """Largest number of tokens in one reply."""
@@ -179,16 +178,17 @@ class EngineConfig(Section):
     single version of the weights.
     """
     load_tokens: Count = 0
-    """Number of context tokens that count as one more running reply when a request is sent to the
-    least loaded of several engines; 0 counts only replies.
+    """With several engines, a request goes to the one with the least load: its running replies,
+    plus 1 for this many context tokens. 0 counts only replies.
     """
     prefill_engines: Count = 0
-    """Number of engines (processes, servers or engine hosts) for requests with much new context and
-    a short reply. These are the first engines; the others decode. 0 makes no such groups.
+    """Number of engines (processes, servers or engine hosts) that get only requests with much new
+    context and a short reply. These are the first engines; the others decode. 0 sends all requests
+    to all.
     """
     prefill_ratio: Positive = 8.0
-    """With `prefill_engines`: ratio of context tokens that no decode engine has cached to expected
-    reply tokens, above which a request goes to a prefill engine.
+    """With `prefill_engines`: a request goes to a prefill engine if its context tokens that no
+    decode engine has cached, divided by the expected reply tokens, are above this ratio.
     """
     probe_tolerance: NonNegative = 0.0
     """Largest mean difference, in nats, between the log-probabilities of a server and of the
@@ -196,7 +196,9 @@ class EngineConfig(Section):
     float16, and 0.2 for bfloat16 and FP8.
     """
     restarts: Count = 2
-    """Number of restarts of a crashed engine before the run stops. Interrupted replies continue."""
+    """Number of times that a crashed engine is restarted before the run stops. Interrupted replies
+    continue.
+    """
 
     @property
     def num_engines(self) -> int:
@@ -205,10 +207,7 @@ class EngineConfig(Section):
 
     @property
     def num_started(self) -> int:
-        """Number of engines that the run itself starts on one host.
-
-        Servers in `urls` do not count.
-        """
+        """Number of engines that the run starts on one host. Servers in `urls` do not count."""
         return self.processes * self.servers  # one of both is 1
 
     def applies(self, option: str) -> bool:
@@ -271,7 +270,7 @@ class EngineConfig(Section):
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """The tokens of `logit_bias`, and the numbers that are added to their logits.
+        """The tokens of `logit_bias`, each with the number that is added to its logit.
 
         >>> EngineConfig(logit_bias="5=-inf 7=1.5").biases
         ((5, -10000.0), (7, 1.5))
@@ -295,9 +294,9 @@ class EngineConfig(Section):
 
     @property
     def truncated_by(self) -> str:
-        """The sampling options that cut off a part of the distribution, with their values.
+        """The options that cut off a part of the sampling distribution, with their values, as text.
 
-        Empty if none does.
+        Empty if there are none.
         """
         limits = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
         return ", ".join(
@@ -341,14 +340,16 @@ class EngineConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(Section):
-    """The limits of an episode."""
+    """The limits of an episode, and the processes that run episodes."""
 
     max_turns: PositiveInt = 10
     """Largest number of replies in an episode."""
     timeout_s: Positive = 60.0
-    """Seconds in which an environment must answer each call."""
+    """Seconds within which an environment must answer a call."""
     retries: Count = 1
-    """Number of times that a failed episode is started again, with the same seed."""
+    """Number of times that an episode is started again after an error of its environment, with the
+    same seed.
+    """
     max_failed_share: Share = 0.2
     """Stop the run if a larger share of episodes failed in the last 100 groups, or in as many
     groups as run concurrently if that is more. Checked once 20 groups have ended. When n groups
@@ -356,14 +357,14 @@ class RolloutConfig(Section):
     count as without failures.
     """
     processes: PositiveInt = 1
-    """Number of processes among which the groups of episodes are divided. 1: all run in the process
-    of the run. More need engines on HTTP servers (docs/scale-out.md).
+    """Number of processes that run episodes, each some of the groups. With 1, the run's own process
+    runs all. More need engines on HTTP servers (docs/scale-out.md).
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig(Section):
-    """The HTTP endpoint that external agents call. Other agents do not use these options."""
+    """The HTTP endpoint that external agents call. It is not used for agents inside the run."""
 
     refused_unread: ClassVar = ("format_retries", "certificate_key")
     read_with: ClassVar = {
@@ -372,7 +373,7 @@ class EndpointConfig(Section):
     }
 
     host: str = "127.0.0.1"
-    """IP address on which the endpoint listens. With another than a loopback address, agents in
+    """IP address on which the endpoint listens. If it is not a loopback address, agents in
     containers and on other machines can call it.
     """
     public_host: str = ""
@@ -388,8 +389,8 @@ class EndpointConfig(Section):
     can then read the token and the calls.
     """
     lenient: bool = False
-    """Ignore sampling parameters that the endpoint does not support, and count such calls, instead
-    of refusing them.
+    """Ignore sampling parameters that the endpoint does not support, instead of refusing the call.
+    Such calls are counted.
     """
     format_retries: Count = 2
     """With `lenient`: number of times that a reply without the requested `response_format` is
@@ -398,7 +399,7 @@ class EndpointConfig(Section):
 
     @property
     def is_local(self) -> bool:
-        """True if only programs of this machine, in its network namespace, reach the endpoint."""
+        """True if only programs of this machine can reach the endpoint."""
         return ip_address(self.host).is_loopback
 
     def applies(self, option: str) -> bool:
@@ -428,14 +429,14 @@ class EndpointConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionConfig(Section):
-    """The pool of training tasks that are used repeatedly, from which a technique may choose."""
+    """A pool of training tasks that are used again and again. A technique may choose among them."""
 
     refused_unread: ClassVar = ("candidates", "test_time")
     read_with: ClassVar = {"candidates": ("pool", "> 0"), "test_time": ("pool", "> 0")}
 
     pool: Count = 0
-    """Number of training tasks in the pool, which are used repeatedly with different random
-    numbers; 0 uses the tasks in the order of the task set.
+    """Number of training tasks that are used again and again, with different random numbers; 0 uses
+    all tasks in the order of the task set.
     """
     candidates: PositiveInt = 256
     """Only with `pool` above 0: number of tasks of the pool, drawn at random, from which a
@@ -465,16 +466,16 @@ class ScheduleConfig(Section):
     group_size: PositiveInt = 8
     """Number of episodes of each task."""
     pin_versions: bool = False
-    """Sample each episode to its end with the version that began it. Needs `engine.adapters` =
-    unmerged. See docs/lora.md.
+    """Sample each episode to its end with the version of the weights that began it. Needs
+    `engine.adapters` = unmerged. See docs/lora.md.
     """
     lookahead_window: PositiveInt = 1
-    """Number of oldest groups from which a batch may take a finished one before older ones have
-    ended. 1 takes groups strictly in order.
+    """A batch may take a finished group before older ones only among this number of oldest groups.
+    1 takes groups strictly in order.
     """
     resampled_groups: Count = 0
-    """Largest number of groups of a batch that are replaced by others because all their rewards are
-    equal, so that they teach nothing; 0 replaces none. See docs/staleness.md.
+    """Largest number of groups of a batch that are replaced because all their rewards are equal, so
+    that they teach nothing; 0 replaces none. See docs/staleness.md.
     """
     adaptive_window: bool = False
     """Take a finished group before older ones whenever all older groups can still be trained on

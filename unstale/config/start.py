@@ -1,4 +1,4 @@
-"""The folder of the policy that a supervised start makes."""
+"""Find the folder of the policy that a supervised start makes (section `sft`)."""
 
 import json
 from dataclasses import asdict
@@ -10,20 +10,22 @@ if TYPE_CHECKING:
     from unstale.config.run import RunConfig
 
 STARTS = "starts"
-"""Name of the folder, next to the run folders, with the policies of supervised starts."""
+"""Name of the folder next to the run folders that has the policies of supervised starts."""
 
 
 def start_folder(config: "RunConfig") -> Path:
-    """Return the folder of the policy that a run's supervised start makes. It may not exist yet.
+    """Return the folder for the policy of a run's supervised start. It may not exist yet.
 
-    Runs with the same policy, demonstrations, template and seed share this folder.
+    Runs whose supervised starts are the same (`start_options`) have the same folder.
     """
     text = json.dumps(start_options(config), sort_keys=True, default=str)
     return config.runs / STARTS / sha256(text.encode()).hexdigest()[:12]
 
 
 def start_options(config: "RunConfig") -> dict[str, Any]:
-    """Return everything that determines a supervised start: options and the weights' files."""
+    """Return everything that decides about a supervised start: options and the files of the
+    weights.
+    """
     weights = sorted(config.pretrained_folder.glob("*.safetensors"))
     return {
         "model": config.model,

@@ -31,7 +31,7 @@ ISOLATION = {
     "process": ("workers", "worker_memory_gb"),
     "ray": ("workers", "worker_memory_gb"),
 }
-"""The values of `task.isolate`, each with the options that no other value uses."""
+"""The values of the option `task.isolate`, each with the options that only this value uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class TaskConfig(Section):
     selector: ClassVar[str] = "isolate"
     refused_unread: ClassVar = ("workers", "worker_memory_gb")
     reward_names: ClassVar[tuple[str, ...]] = ()
-    """The names of an episode's separate rewards. Empty if the options do not determine them."""
+    """The names of the rewards that an episode gets. Empty if the options do not determine them."""
 
     env: Annotated[str, NameObject(name_tasks)]
     """Name of the environment: a shipped one (docs/your-own-task.md#shipped-environments),
@@ -56,7 +56,7 @@ class TaskConfig(Section):
     cluster (docs/scale-out.md). A worker that hangs or crashes is ended, and the run continues.
     """
     workers: PositiveInt = 2
-    """Number of worker processes for environments. Each runs many episodes at once."""
+    """Number of worker processes for environments. Each runs many episodes at the same time."""
     worker_memory_gb: Positive = 4.0
     """Memory limit of a worker process in GB. Above it, the worker gets no new episodes and is
     replaced after its last one. Above twice the limit, it is killed and its episodes are retried.
@@ -72,28 +72,28 @@ class TaskConfig(Section):
 
     @property
     def largest_reward(self) -> float | None:
-        """The largest possible reward of an episode. None if the options do not determine it."""
+        """The largest total reward that an episode can get. None if the options do not determine
+        it.
+        """
         return None
 
     @classmethod
     def classes(cls) -> "Sequence[type[TaskConfig]]":
-        """Return `TaskConfig` and its subclasses with the options of environments."""
+        """Return `TaskConfig` and its subclasses, which have the options of environments."""
         return list(dict.fromkeys([TaskConfig, *(spec.options for spec in envs().values())]))
 
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
-    """The declaration of an environment."""
+    """The declaration of an environment: how to make its task set, and its options."""
 
     name: str
     make: Callable[[Any], "Taskset"]
-    """A function that makes the task set from an instance of `options`."""
+    """A function that makes the task set. Its argument is an instance of the class `options`."""
     options: type[TaskConfig] = TaskConfig
-    """The class with the options of the environment. The docstring under a field is its help
-    text.
-    """
+    """The class with the environment's options. The docstring under a field is its help text."""
     takes_source: bool = False
-    """True if a source follows the name in `task.env`, as in `dataset:FILE`."""
+    """True if the value of `task.env` has a source after the name, as in `dataset:FILE`."""
 
 
 ADDED = Plugins("unstale.environments", EnvSpec)
@@ -101,15 +101,15 @@ ADDED = Plugins("unstale.environments", EnvSpec)
 
 @cache
 def shipped_envs() -> Mapping[str, EnvSpec]:
-    """Return the declarations of this package's environments, by name. Imports no adapter."""
+    """Return the declarations of this distribution's environments, by name. Adapters are not
+    imported.
+    """
     return {spec.name: spec for spec in declared("unstale.envs", "ENV")}
 
 
 @cache
 def envs() -> Mapping[str, EnvSpec]:
-    """Return the declarations of all environments by name, those of other distributions
-    included.
-    """
+    """Return the declarations of all environments, also of other distributions, by name."""
     return {**shipped_envs(), **ADDED.load_all(shipped_envs())}
 
 
@@ -120,10 +120,10 @@ def libraries() -> dict[str, str]:
 
 
 def find_spec(env: str) -> EnvSpec | None:
-    """Return the declaration of an environment. None for `LIBRARY:NAME` and `MODULE:FACTORY`.
+    """Return the declaration of the environment that `env`, a value of `task.env`, names.
 
-    `env` is a value of the option `task.env`. Raises `ConfigError` if a broken package adds the
-    environment.
+    None for `LIBRARY:NAME` and `MODULE:FACTORY`. Raises `ConfigError` if a package with this
+    environment cannot be used.
     """
     name, _, source = env.partition(":")
     spec = shipped_envs().get(name) or ADDED.load(name)
@@ -131,9 +131,10 @@ def find_spec(env: str) -> EnvSpec | None:
 
 
 def task_class(env: str) -> type[TaskConfig]:
-    """Return the class that declares the options of an environment: `TaskConfig` or a subclass.
+    """Return the class with the options of the environment that `env`, a value of `task.env`,
+    names.
 
-    `env` is a value of the option `task.env`. Raises `ConfigError` if it is unknown.
+    It is `TaskConfig` or a subclass. Raises `ConfigError` if there is no such environment.
     """
     if spec := find_spec(env):
         return spec.options
@@ -148,9 +149,10 @@ def task_class(env: str) -> type[TaskConfig]:
 
 
 def make_task(env: str = "retail", **values: Any) -> TaskConfig:
-    """Return the options of an environment. `values` has those that differ from their defaults.
+    """Return the options of the environment `env`, with `values` for some.
 
-    Raises `ConfigError` if an option belongs to another environment and is not at its default.
+    Raises `ConfigError` if `values` sets an option of another environment to other than its
+    default.
     """
     cls = task_class(env)
     known = {field.name for field in fields(cls)}

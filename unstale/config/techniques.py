@@ -1,4 +1,4 @@
-"""The registry of techniques. Importing this module does not import torch.
+"""The techniques of a run: their declarations, and checks. Importing this does not import torch.
 
 A technique changes one part of training, such as the learning rate of a step. Each technique is one
 file of `unstale/techniques` or `unstale/research/techniques`, which declares it in `ENTRY`, or an
@@ -58,13 +58,13 @@ diagnostic: nothing; the technique adds metrics.
 EXCLUSIVE: frozenset[Slot] = frozenset(
     {"sampler", "allocator", "strategy", "limiter", "estimator", "ratio", "objective", "distiller"}
 )
-"""Slots (kinds of techniques) of which a run may have at most one technique. Several techniques of
-another slot act in the order written.
+"""Slots (kinds) of which a run may have at most one technique. Several techniques of another slot
+act in the order in which the option names them.
 """
 ON_BATCH: frozenset[Slot] = frozenset(
     {"reward", "filter", "estimator", "recredit", "shaper", "source"}
 )
-"""Slots whose techniques receive the groups of a batch before the batch's gradient is computed."""
+"""Slots (kinds) whose techniques get the groups of a batch before its gradient is computed."""
 Change = Literal["tasks", "count", "turns", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
 Need = Literal[
@@ -87,14 +87,14 @@ sampled, `halves` the gradients of two halves of a step's groups (one
 more copy of the gradient in memory).
 """
 Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
-"""The source of a technique's formula: the authors' code, their paper, notes of others, only the
-paper's abstract, or an interpretation where these leave something open (`own reading`).
+"""Where a technique's formula comes from: the authors' code, their paper, notes of others, only the
+paper's abstract, or our reading where these leave something open (`own reading`).
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """The declaration of a technique."""
+    """The declaration of a technique: its name, options, texts and needs."""
 
     name: str
     """The name in the option `techniques`, which is also the name of the file or entry point, and
@@ -102,51 +102,59 @@ class Entry:
     """
     slot: Slot
     rows: tuple[int, ...] = ()
-    """The numbers of the technique's rows in the table that `unstale techniques --all` prints."""
+    """The numbers of the technique's rows in the table of `unstale techniques --all`."""
     makes: Callable[[Any], Any]
-    """A function that returns the technique's object. Its argument is an instance of `options`."""
+    """A function that returns the technique as an object. Its argument is an instance of the class
+    `options`.
+    """
     options: type[Section]
     changes: frozenset[Change]
     describe: Callable[[Any], str]
-    """A function that returns the linter's sentence about the technique with some options."""
+    """A function that returns the linter's sentence on the technique. Its argument is the
+    technique's options.
+    """
     use: str
     """When to use the technique: one or two sentences."""
     measured: str
-    """The technique's measured effect, in Markdown, even if no effect was found."""
+    """The effect of the technique that was measured, in Markdown, even if there was none."""
     exactness: str
-    """The technique's effect on the expected gradient, and on D and S: one or two sentences."""
+    """What the technique does to the expected gradient, D and S: one or two sentences."""
     requires: frozenset[Need] = frozenset()
     fixed: Mapping[str, str] = field(default_factory=dict)
-    """Options that cannot change when a run is resumed, each with the reason."""
+    """Options of the technique that must not change when a run is resumed, each with the reason."""
     evidence: Evidence = "code"
     by_group: Callable[[Any], bool] = lambda options: False
-    """A function that returns True if the technique with some options treats each group separately.
-    It may then receive a part of the batch (`trainer.stream`). Used only for slots in `ON_BATCH`.
+    """A function that returns True if the technique treats each group of a batch separately, given
+    its options. It may then get a part of the batch (`trainer.stream`). Used only for slots in
+    `ON_BATCH`.
     """
     check: Callable[[Any, "RunConfig"], None] = lambda options, config: None
-    """A function that raises `ConfigError` if the technique, with some options, cannot be used with
-    a configuration.
+    """A function that raises `ConfigError` if the technique cannot be used in a run. Its arguments
+    are the technique's options and the run's.
     """
     complete: Callable[[Any, "RunConfig"], Any] = lambda options, config: options
-    """A function that fills in options whose default depends on the run, and returns the whole
-    section.
+    """A function that returns the technique's options, in which defaults that depend on the run are
+    filled in.
     """
     without_labels: bool = False
-    """True if the technique replaces the environment's rewards by some that need no solution."""
+    """True if the technique replaces the environment's rewards by others that need no solution of
+    the task.
+    """
     signals: Callable[[Any], bool] = lambda options: False
-    """A function that returns True if the technique with some options reads the signals of sampled
-    tokens: figures of the distributions from which an engine drew them.
+    """A function that returns True if the technique reads signals, given its options. These are
+    figures of the distributions from which the engine drew the tokens, such as their entropy.
     """
     needs_repeats: Callable[[Any], str] = lambda options: ""
-    """A function that returns the option that makes the technique need repeated tasks (a pool, or a
-    list that repeats). Empty if the technique does not need them.
+    """A function that returns the name of an option of the technique which needs tasks that come
+    again (a pool, or a list that repeats). Empty if none does.
     """
 
     @property
     def formula(self) -> str:
-        """The module's docstring in Markdown: what the technique does, its formula and source.
+        """The docstring of the technique's module in Markdown: what it does, its formula and its
+        source.
 
-        A line that begins with the value of an option and a colon begins an item of a list.
+        A line that begins with a value of an option and a colon becomes an item of a list.
         """
         module = import_module(self.makes.__module__)
         text = (module.__doc__ or "").partition(": ")[2].strip()
@@ -155,13 +163,13 @@ class Entry:
 
 ADDED = Plugins("unstale.techniques", Entry)
 SECTIONS: set[str] = set()
-"""The names of all fields of `RunConfig`, which no technique may have as its name. `RunConfig`'s
-module adds them.
+"""The names of all fields of `RunConfig`, which a technique must not have. The module of
+`RunConfig` adds them.
 """
 
 
 def _with_items(paragraph: str) -> str:
-    """Return a paragraph in which lines such as "`mean`: ..." are items of a Markdown list."""
+    """Return a paragraph whose lines such as "`mean`: ..." became items of a Markdown list."""
     before, *items = re.split(r"(?:^|\n)(?=`\w+`(?:, `\w+`)*: )", paragraph)
     listed = "\n".join("* " + item.replace("\n", "\n  ") for item in items)
     return "\n\n".join(filter(None, (before, listed)))
@@ -175,10 +183,11 @@ def techniques() -> Mapping[str, Entry]:
 
 
 def chosen(names: str) -> tuple[Entry, ...]:
-    """Return the techniques in `names`, a value of the option `techniques`, in the same order.
+    """Return the techniques that `names`, the value of the option `techniques`, names, in this
+    order.
 
     Raises `ConfigError` for an unknown name, for a name that occurs twice, and for two techniques
-    of the same slot in `EXCLUSIVE`.
+    of one of the slots in `EXCLUSIVE`.
     """
     known = techniques()
     words = names.split()
@@ -204,10 +213,10 @@ def chosen(names: str) -> tuple[Entry, ...]:
 
 
 def complete_options(names: str, given: Mapping[str, Section]) -> dict[str, Section]:
-    """Return the section of options of each technique in `names`, by technique.
+    """Return the options of each technique in `names`, by technique. `given` has those of some.
 
-    `given` has some of them. Others get their defaults. Raises `ConfigError` if `given` has a
-    technique that is not in `names`.
+    Others get their defaults. Raises `ConfigError` if `given` has a technique that is not in
+    `names`.
     """
     entries = chosen(names)
     for name in given:
@@ -278,15 +287,17 @@ def _require_signals(technique: str, config: "RunConfig") -> None:
 
 
 def reads_signals(config: "RunConfig") -> bool:
-    """Return True if a chosen technique reads the signals of sampled tokens."""
+    """Return True if a chosen technique reads signals, figures of the distributions that were
+    sampled.
+    """
     options = config.technique_options
     return any(entry.signals(options[entry.name]) for entry in chosen(config.techniques))
 
 
 def require_sequences(config: "RunConfig", size: int, option: str) -> None:
-    """Raise `ConfigError` if a batch may have fewer sequences than there are minibatches.
+    """Raise `ConfigError` if a batch may have fewer sequences than minibatches.
 
-    `size` is the smallest number of episodes of a group. The message names `option`, which sets it.
+    `size` is the smallest number of episodes of a group, and `option` the option that sets it.
     """
     fewest = size * config.schedule.groups_per_step
     if config.trainer.minibatches_per_batch > fewest:
@@ -299,9 +310,9 @@ def require_sequences(config: "RunConfig", size: int, option: str) -> None:
 def require_value(
     technique: str, option: str, value: object, allowed: Sequence[str], reason: str
 ) -> None:
-    """Raise `ConfigError` if `value`, the value of an option, is not one that a technique allows.
+    """Raise `ConfigError` if an option has a value with which `technique` cannot be used.
 
-    The message ends with `reason`.
+    `value` is its value, `allowed` are the values that are possible, and `reason` ends the message.
     """
     if value not in allowed:
         *others, last = allowed
@@ -312,9 +323,10 @@ def require_value(
 
 
 def refuse_slots(technique: str, refused: Mapping[str, str], config: "RunConfig") -> None:
-    """Raise `ConfigError` if a chosen technique has a slot with which a technique cannot be used.
+    """Raise `ConfigError` if a chosen technique is of a slot (kind) that `technique` does not
+    allow.
 
-    `refused` maps slots to the end of the message.
+    `refused` has these slots, each with the end of the message.
     """
     for entry in chosen(config.techniques):
         if reason := refused.get(entry.slot):
@@ -325,13 +337,15 @@ def refuse_slots(technique: str, refused: Mapping[str, str], config: "RunConfig"
 
 
 def needs_reference(config: "RunConfig") -> bool:
-    """Return True if the trainer keeps a copy of the policy from which the run starts."""
+    """Return True if the trainer must keep a copy of the policy from which the run starts."""
     requires = (entry.requires for entry in chosen(config.techniques))
     return config.objective.kl_coef > 0 or any("reference" in needs for needs in requires)
 
 
 def completed_options(config: "RunConfig") -> dict[str, Any]:
-    """Return the options of each chosen technique by name, with this run's defaults filled in."""
+    """Return the options of each chosen technique, by name. Defaults that depend on the run are
+    filled in.
+    """
     options = config.technique_options
     return {
         each.name: each.complete(options[each.name], config) for each in chosen(config.techniques)
@@ -339,7 +353,7 @@ def completed_options(config: "RunConfig") -> dict[str, Any]:
 
 
 def describe(config: "RunConfig") -> Sequence[str]:
-    """Return the linter's sentences about the chosen techniques."""
+    """Return the linter's sentences on the chosen techniques, in their order."""
     known = techniques()
     options = completed_options(config)
     return [f"{name}: {known[name].describe(each)}" for name, each in options.items()]

@@ -1,4 +1,4 @@
-"""Options of the trainer, its evaluation and its checkpoints."""
+"""Options of the trainer, the supervised start, the evaluation, the journal and checkpoints."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -34,9 +34,9 @@ class TrainerConfig(Section):
     weight instead of 8. See docs/speed.md.
     """
     offload_optimizer: bool = False
-    """Keep the optimizer's state in main memory, and the float32 weights if forward and backward
-    passes do not use them. A step copies them to the GPU and back in parts. The result is the same.
-    See docs/speed.md.
+    """Keep the optimizer's state in main memory. The float32 weights are there, too, unless forward
+    and backward passes use them. A step copies them to the GPU and back in parts. The result is the
+    same. See docs/speed.md.
     """
     lr: Positive = 3e-4
     """Learning rate after the warm-up."""
@@ -54,8 +54,8 @@ class TrainerConfig(Section):
     """Optimizer steps per batch. Each step uses an equal share of the batch's sequences."""
     epochs_per_batch: PositiveInt = 1
     """Number of times that a batch is trained on. Advantages and old log-probabilities are computed
-    once, so S moves away from 1 in each further pass. Only the routes `interp_prox_linear` and
-    `interp_prox_loglinear` compute theirs in every pass.
+    once, so S = pi / pi_old moves away from 1 in each further pass. Only the routes
+    `interp_prox_linear` and `interp_prox_loglinear` compute old log-probabilities in every pass.
     """
     stream: bool = False
     """Compute the gradient of each group as soon as its episodes have ended, while the rest of the
@@ -72,8 +72,8 @@ class TrainerConfig(Section):
     names, such as `q_proj`.
     """
     max_tokens_per_microbatch: Count = 4096
-    """Largest number of tokens in one forward and backward pass; 0 chooses the largest that fits
-    into memory, and a larger one for passes without gradient.
+    """Largest number of tokens in one forward and backward pass; 0 chooses the largest number that
+    fits into memory, and a larger one for passes without gradient.
     """
     max_tokens_per_scoring_pass: Count = 0
     """Largest number of tokens in a forward pass without gradient, such as the passes that compute
@@ -81,11 +81,14 @@ class TrainerConfig(Section):
     GPU.
     """
     share_prompts: bool = True
-    """Compute a common prefix of several sequences only once per pass. The gradient is the same."""
+    """Compute a prefix that several sequences share only once per pass.
+
+    The gradient is the same.
+    """
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, which saves memory and takes more time."""
     gradient_checkpointing_interval: PositiveInt = 1
-    """Number N: only the activations of every Nth layer are computed again; 1 means all layers."""
+    """Number N: only every Nth layer computes its activations again; 1 means all layers."""
     compile: bool = False
     """Compile the model with torch.compile. The start takes half a minute longer, later passes are
     faster.
@@ -95,8 +98,8 @@ class TrainerConfig(Section):
     docs/moe.md.
     """
     quantise: Quantise = "none"
-    """Number format to which the trainer's passes round weights and activations: the format of
-    engine.quantise, or none.
+    """Number format to which the trainer's passes round weights and activations: the value of
+    `engine.quantise`, or none.
     """
     threads: Count = 0
     """CPU threads of the trainer; 0 uses the cores that other processes of the run do not use. See
@@ -127,11 +130,11 @@ class TrainerConfig(Section):
                 )
 
     def scoring_tokens(self, *, on_gpu: bool) -> int:
-        """Return the largest number of tokens in a forward pass without gradient.
+        """Return the largest number of tokens in a forward pass without gradient. 0 means as many
+        as fit.
 
-        0 means as many as fit into memory. Such a pass keeps the activations of only one layer at a
-        time, so more tokens fit than with gradient. On a GPU, larger passes start fewer kernels and
-        gather divided weights less often.
+        Such a pass keeps the activations of only one layer at a time, so more tokens fit than with
+        gradient. On a GPU, larger passes start fewer kernels and gather divided weights less often.
         """
         factor = 4 if on_gpu else 1
         return self.max_tokens_per_scoring_pass or factor * self.max_tokens_per_microbatch
@@ -146,7 +149,9 @@ class TrainerConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig(Section):
-    """A supervised start: before the run, the policy learns demonstrations of a task set."""
+    """A supervised start: before the run, the policy learns from demonstrations that a task set
+    provides.
+    """
 
     refused_unread: ClassVar = ("env", "demonstrations", "batch", "lr")
     read_with: ClassVar = dict.fromkeys(refused_unread, ("steps", "> 0"))
@@ -181,8 +186,8 @@ class EvalConfig(Section):
     """Batches between evaluations; 0 evaluates only before the first step and after the last.
     """
     samples: PositiveInt = 1
-    """Number of episodes on each held-out task, with different random numbers. The success is their
-    mean (avg@n).
+    """Number of episodes on each held-out task, with different random numbers. Success is the mean
+    over them (avg@n).
     """
     temperature: Annotated[float, Range(-1)] = -1.0
     """Sampling temperature of the evaluation: 0 always takes the most probable token, -1 is
@@ -191,7 +196,9 @@ class EvalConfig(Section):
     keep_best: Literal["none", "success_rate", "reward_mean"] = "none"
     """Keep the policy whose evaluation was best by this metric, in the folder `best` of the run."""
     patience: Count = 0
-    """Stop the run after this many evaluations without a better one; 0 never does."""
+    """Stop the run after this many evaluations in a row that are no better than the best before; 0
+    never does.
+    """
 
     def applies(self, option: str) -> bool:
         return option != "patience" or self.keep_best != "none"
@@ -235,7 +242,9 @@ class CheckpointConfig(Section):
     last.
     """
     minutes: NonNegative = 0.0
-    """Also write a checkpoint this many minutes after the last one; 0 sets no such limit."""
+    """Also write a checkpoint this many minutes after the last one; 0 writes none for this
+    reason.
+    """
     keep: Annotated[int, Range(2)] = 2
     """Number of complete checkpoints to keep. At least 2: a resumed run may need a version before
     the newest checkpoint, and rebuilds it from the older one.

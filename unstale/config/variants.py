@@ -1,8 +1,9 @@
-"""Sections with variants: an option (the selector) chooses a class that declares further options.
+"""Sections with variants: the value of an option (the selector) chooses a class with further
+options.
 
-The selector is an option such as `old_logps.route`. A variant is a class in a file of the section's
-package, in an entry point of another distribution, or in any other imported file. It sets the
-selector to its own name. Its file can be imported without torch.
+The selector is an option such as `old_logps.route`. A variant is a class that sets the selector to
+its own name. It is in a file of the section's package, in an entry point of another distribution,
+or in another imported file, which can be imported without torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,23 +25,23 @@ from unstale.config.plugins import Plugins, added_names, modules
 
 
 class VariantSection(Section):
-    """A section whose selector, such as `route`, chooses a subclass with further options.
+    """A section in which an option, the selector, chooses a subclass with further options.
 
-    The constructor returns an instance of that subclass.
+    The constructor returns an instance of that subclass. An example of a selector is `route`.
     """
 
     abstract: ClassVar[bool] = True
 
     package: ClassVar[str]
-    """The package whose modules register variants."""
+    """The package whose modules have the variants."""
     group: ClassVar[str]
-    """The group of entry points by which other distributions add variants."""
+    """The group of entry points with which other distributions add variants."""
     registered: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls) -> None:
-        """Register a subclass that sets the selector, under that value.
+        """Register a subclass as a variant if it sets the selector, under the selector's value.
 
-        Raises ValueError if a class of another module has the same value.
+        Raises ValueError if a class of another module has registered the same value.
         """
         name = vars(cls).get(cls.selector)
         if name is None or "registered" in vars(cls):
@@ -51,18 +52,18 @@ class VariantSection(Section):
 
     @classmethod
     def variants_by_name(cls, *, added: bool = True) -> Mapping[str, Any]:
-        """Return the class of each variant by its name, in the order of registration.
+        """Return the class of each variant, by its name, in the order of registration.
 
-        Without `added`, the entry points of other distributions are not read.
+        With `added`, entry points of other distributions are included.
         """
         _import_variants(base_of(cls), added)
         return cls.registered
 
     @classmethod
     def own_options(cls) -> dict[str, set[str]]:
-        """Return, for each variant's name, the names of the options that not every variant has.
+        """Return the options that some variants lack, by the name of each variant that has them.
 
-        It is empty for a variant of another distribution that cannot be imported.
+        They are empty for a variant of another distribution that cannot be imported.
         """
         common = set(option_types(base_of(cls)))
         broken: dict[str, set[str]] = {name: set() for name in added_names(cls.group)}
@@ -75,8 +76,9 @@ class VariantSection(Section):
     def chosen_class(cls, name: str, options: Mapping[str, Any]) -> Any:
         """Return the class of the variant `name`.
 
-        If `name` is "", return the default variant if `cls` is the section's base class, otherwise
-        `cls`. Raises `ConfigError` for an unknown variant or an option that the variant lacks.
+        "" names the default variant if `cls` is the section's base class, otherwise `cls` itself.
+        Raises `ConfigError` for an unknown variant, or for an option in `options` that the variant
+        lacks.
         """
         section, own = section_name(cls), getattr(cls, cls.selector)
         chosen: Any = cls
@@ -105,9 +107,8 @@ class VariantSection(Section):
         return [base_of(cls), *cls.variants_by_name().values()]
 
     def changed(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults, with their values.
-
-        The selector is left out.
+        """Return the options besides the selector that differ from their defaults, with their
+        values.
         """
         return {
             option.name: getattr(self, option.name)
@@ -116,10 +117,10 @@ class VariantSection(Section):
         }
 
     def with_options(self, **changes: Any) -> Any:
-        """Return a copy of this section with other values. The variant may change, too.
+        """Return a copy of this section with `changes` of its options. The variant may change, too.
 
-        An option that the new variant does not have is dropped if it has its default, or if it is
-        not in `changes` and `unread` returns it. Otherwise `ConfigError` is raised.
+        An option that the new variant lacks is dropped if it has its default, or if it is not in
+        `changes` and `unread` returns it. Otherwise `ConfigError` is raised.
         """
         values = {self.selector: getattr(self, self.selector), **self.changed(), **changes}
         unread = set(self.unread(values)) - changes.keys()
@@ -148,9 +149,9 @@ class VariantSection(Section):
 
 @cache
 def _import_variants(base: type[VariantSection], added: bool) -> None:
-    """Import every variant, so that it is registered.
+    """Import all variants, which registers them.
 
-    `added` includes entry points of other distributions.
+    With `added`, also those of other distributions.
     """
     for module in modules(base.package).values():
         import_module(module)
