@@ -33,8 +33,7 @@ from benchmarks import deltas, generate, resume, train
 from benchmarks.generate_peers import GROUP, Episode, Ours
 from benchmarks.tables import CONSOLE, OURS, ROOT, columns, environ, row, spread, write
 from unstale import loop
-from unstale.engines.embedded.decoder import RUN
-from unstale.engines.embedded.pages import PAGE
+from unstale.engines.embedded.pages import PAGE, RUN
 from unstale.weights.store import VersionStore
 
 FREQUENCY = 499

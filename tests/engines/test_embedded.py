@@ -68,10 +68,9 @@ from tests.support.waits import LIMIT_S, wait_until_gone
 from unstale.engines import EngineDied, SamplingParams
 from unstale.engines.embedded import decoder, fallback, packed
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
-from unstale.engines.embedded.decoder import Qwen3Runner
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.embedded.kernels import Kernels
-from unstale.engines.embedded.pages import Inputs, Pages, plan
+from unstale.engines.embedded.pages import Inputs, PagedCache, Pages, plan
 from unstale.engines.embedded.runner import Step
 from unstale.engines.embedded.sampling import draw, uniforms
 from unstale.engines.embedded.worker import build_runner
@@ -562,16 +561,13 @@ def test_siblings_go_on_from_shared_pages_and_back_into_them(kind: str, tmp_path
     assert max(_error(model, asked[number].tokens, reply) for number, reply in found.items()) < 1e-5
 
 
-def test_the_pool_of_pages_grows_no_further_than_slots_can_fill_it(tmp_path: Path) -> None:
-    _model("qwen3, tied").save_pretrained(tmp_path)
-    runner = build_runner(tmp_path, dtype="float32", max_slots=10, max_context=512)
-    assert isinstance(runner, Qwen3Runner)
+def test_the_pool_of_pages_grows_no_further_than_slots_can_fill_it() -> None:
+    cache = PagedCache([(1, 8)], max_slots=10, max_context=512, dtype=torch.float32)
     rooms = []
     for slot in range(10):
         for length in range(64, 513, 64):
-            runner._pages.hold(slot, length)
-            runner._reserve(runner._pages.span)
-            rooms.append(runner._num_pages)
+            cache.keep(slot, length)
+            rooms.append(cache.num_pages)
     assert sorted(set(rooms)) == [64, 81], (
         "each of ten slots has up to eight pages, and one page is nobody's"
     )

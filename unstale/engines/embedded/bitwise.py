@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unstale.engines.embedded.pages import PAGE, Pages, placed, runs
+from unstale.engines.embedded.pages import PAGE, RUN, PagedCache, placed, runs
 from unstale.engines.embedded.runner import Step, check_update, tied_parameters
 from unstale.engines.embedded.sampling import Drawn, Sampler
 from unstale.kept_sets import Truncation
@@ -26,13 +26,6 @@ from unstale.model import bitwise, fused, rowwise
 from unstale.model.kernels import BLOCK, Kernels, kernels
 from unstale.model.loading import load_model
 from unstale.model.rowwise import Panels
-
-RUN = 8
-"""Largest number of successive prompt tokens whose attention is computed together. The cached keys
-and values are read once for all of them.
-"""
-_FIRST_PAGES = 64
-"""Number of pages in the cache at first. When all are used, the number doubles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +84,8 @@ class BitwiseRunner:
         assert found, "require_supported compiled them"
         self._kernels: Kernels = found
         self._layers: list[_Layer] = []
-        self._pages = Pages(max_slots, max_context)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._num_pages = 0
-        self._reserve(1)
+        shapes = [(self._sizes.kv_heads, self._sizes.width)] * self._num_layers
+        self._cache = PagedCache(shapes, max_slots, max_context, dtype=torch.float32)
 
     def load(self, update: Mapping[str, Tensor]) -> None:
         check_update(update, self._shapes, self._tied)
@@ -138,9 +128,9 @@ class BitwiseRunner:
 
     def forward(self, step: Step) -> Tensor:
         """Return the float32 logits of a forward pass, `[R + C, V]`, as `Runner.forward` does."""
-        cells = torch.from_numpy(placed(step, self._pages))
-        self._reserve(self._pages.span)
-        table = runs(step, self._pages, RUN)
+        cells = torch.from_numpy(placed(step, self._cache.pages))
+        self._cache.reserve()
+        table = runs(step, self._cache.pages, RUN)
         angles = (self._angles[0][step.positions], self._angles[1][step.positions])
         eps = self._sizes.eps
         x = F.embedding(step.tokens, self._embed).float()
@@ -178,14 +168,14 @@ class BitwiseRunner:
             fused.turn_heads(part, norm, angles, width, sizes.head_eps)[0]
             for part, norm in zip(parts[:2], layer.head_norms, strict=True)
         )
-        keys, values = self._keys[index], self._values[index]
+        keys, values = self._cache.keys[index], self._cache.values[index]
         count = len(cells)
         value = parts[2]
         self._kernels.place(
             key, value, value.stride(0), cells, keys, values, count, kv_heads, width
         )
         mixed = torch.empty(count, heads * width)
-        pages = torch.from_numpy(self._pages.of)
+        pages = torch.from_numpy(self._cache.pages.of)
         self._kernels.attend_pages(
             query,
             keys,
@@ -203,42 +193,13 @@ class BitwiseRunner:
         return mixed
 
     def keep(self, slot: int, count: int) -> None:
-        self._copy(self._pages.hold(slot, count))
+        self._cache.keep(slot, count)
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
-        self._copy(self._pages.share(source, target, count))
+        self._cache.copy_prefix(source, target, count)
 
     def take_experts(self) -> Tensor:
         raise RuntimeError("a dense model has no experts")
-
-    def _reserve(self, pages: int) -> None:
-        """Enlarge the cache to at least `pages` pages.
-
-        Keys are `[pages, kv_heads, width, PAGE]` and values `[pages, kv_heads, PAGE, width]`.
-        """
-        if pages <= self._num_pages:
-            return
-        sizes, old = self._sizes, self._num_pages
-        most = len(self._pages.users)
-        self._num_pages = max(min(max(_FIRST_PAGES, 2 * old), most), pages)
-        for pool, page in (
-            (self._keys, (sizes.width, PAGE)),
-            (self._values, (PAGE, sizes.width)),
-        ):
-            pool += [torch.empty(0, sizes.kv_heads, *page)] * (self._num_layers - len(pool))
-            for index, before in enumerate(pool):
-                pool[index] = torch.zeros(self._num_pages, *before.shape[1:])
-                pool[index][:old] = before
-
-    def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page within the cache. `moved` has the page's index and that of the copy. None: do
-        nothing.
-        """
-        self._reserve(self._pages.span)
-        if moved is not None:
-            old, new = moved
-            for pool in (*self._keys, *self._values):
-                pool[new] = pool[old]
 
 
 def _sizes_of(model: Any) -> _Sizes:

@@ -30,7 +30,17 @@ from unstale.engines.embedded.graphs import Graphs
 from unstale.engines.embedded.kernels import Kernels, divided
 from unstale.engines.embedded.layer_parts import LayerParts, TorchParts, attend_blocks, mask_later
 from unstale.engines.embedded.one_call import SOURCE, OneCall, StepSizes, StepTokens
-from unstale.engines.embedded.pages import PAGE, Inputs, Pages, StepShape, placed, plan, runs, tiled
+from unstale.engines.embedded.pages import (
+    PAGE,
+    RUN,
+    Inputs,
+    PagedCache,
+    StepShape,
+    placed,
+    plan,
+    runs,
+    tiled,
+)
 from unstale.engines.embedded.runner import Step, check_update, warning_with_gpu
 from unstale.model import linear
 from unstale.model.kernels import gpu_kernels
@@ -39,10 +49,6 @@ from unstale.model.quantisation import FORMATS, Format, quantised
 from unstale.native import NotCompiled
 from unstale.routed_experts import num_experts
 
-RUN = 8
-"""Largest number of successive prompt tokens whose attention is computed together. The cached keys
-and values are read once for all of them.
-"""
 MIN_CAPABILITY = (8, 0)
 """The lowest CUDA compute capability at which Triton kernels are used: that of GPUs with
 bfloat16.
@@ -61,8 +67,6 @@ _SIZES_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
 """Keys of `config.json` for further sizes that the decoder needs of a model with experts. The key
 for the number of experts is missing, because models name it differently.
 """
-_FIRST_PAGES = 64
-"""Number of pages in the cache at first. When all are used, the number doubles."""
 
 
 def supports(config: Mapping[str, Any]) -> bool:
@@ -277,40 +281,16 @@ class Qwen3Runner:
         )
         angles = torch.arange(max_context, dtype=torch.float32)[:, None] * frequencies
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(self._device)
-        self._pages = Pages(max_slots, max_context)
         self._graphs = Graphs(self._device, self._run)
         self._parts = _parts_for(self._rotations, sizes)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._num_pages = 0
-        self._reserve(1)
-
-    def _reserve(self, pages: int) -> None:
-        """Enlarge the KV cache to at least `pages` pages.
-
-        Keys are `[pages * kv_heads, head_dim, PAGE]` and values `[pages * kv_heads, PAGE,
-        head_dim]`. With this layout, neither matrix product of attention sums over the dimension
-        that is adjacent in memory.
-        """
-        if pages <= self._num_pages:
-            return
-        sizes = self.sizes
-        old = self._num_pages * sizes.kv_heads
-        self._num_pages = max(
-            min(max(_FIRST_PAGES, 2 * self._num_pages), len(self._pages.users)), pages
+        self._cache = PagedCache(
+            [(sizes.kv_heads, sizes.head_dim)] * sizes.layers,
+            max_slots,
+            max_context,
+            dtype=dtype,
+            device=self._device,
+            on_growth=self._graphs.clear,
         )
-        self._graphs.clear()
-        for pool, page in (
-            (self._keys, (sizes.head_dim, PAGE)),
-            (self._values, (PAGE, sizes.head_dim)),
-        ):
-            pool += [torch.empty(0, *page)] * (sizes.layers - len(pool))
-            for layer, before in enumerate(pool):
-                grown = torch.zeros(
-                    self._num_pages * sizes.kv_heads, *page, dtype=self._dtype, device=self._device
-                )
-                grown[:old] = before
-                pool[layer] = grown
 
     def load(self, update: Mapping[str, Tensor]) -> None:
         sizes = self.sizes
@@ -389,29 +369,18 @@ class Qwen3Runner:
         return torch.stack(self._chosen, 1)
 
     def keep(self, slot: int, count: int) -> None:
-        self._copy(self._pages.hold(slot, count))
+        self._cache.keep(slot, count)
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
-        self._copy(self._pages.share(source, target, count))
-
-    def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page within the cache. `moved` has the page's index and that of the copy. None: do
-        nothing.
-        """
-        self._reserve(self._pages.span)
-        if moved is not None:
-            old, new = moved
-            for pool in (*self._keys, *self._values):
-                whole = pool.view(self._num_pages, -1)
-                whole[new] = whole[old]
+        self._cache.copy_prefix(source, target, count)
 
     def forward(self, step: Step) -> Tensor:
         if self._one_call is not None:
             return self._in_one_call(self._one_call, step)
         if self._kernels is not None:
             return self._by_kernels(self._kernels, step)
-        shape, flat = plan(step, self._pages)
-        self._reserve(self._pages.span)
+        shape, flat = plan(step, self._cache.pages)
+        self._cache.reserve()
         if shape.tokens:
             return self._run(Inputs.of(flat.to(self._device), shape), shape)
         return self._graphs(flat, shape)[: len(step.rows)]
@@ -438,11 +407,11 @@ class Qwen3Runner:
 
     def _in_one_call(self, one_call: OneCall, step: Step) -> Tensor:
         """Return the logits of a forward pass on a CPU, by one call of `decoder.c`."""
-        cells = torch.from_numpy(placed(step, self._pages))
-        self._reserve(self._pages.span)
-        if self._pages_given != self._num_pages:
-            self._pages_given = self._num_pages
-            caches = zip(self._layers, self._keys, self._values, strict=True)
+        cells = torch.from_numpy(placed(step, self._cache.pages))
+        self._cache.reserve()
+        if self._pages_given != self._cache.num_pages:
+            self._pages_given = self._cache.num_pages
+            caches = zip(self._layers, self._cache.keys, self._cache.values, strict=True)
             one_call.load_layers(
                 [(*layer.in_one_call(), keys, values) for layer, keys, values in caches]
             )
@@ -451,8 +420,8 @@ class Qwen3Runner:
             tokens=step.tokens,
             positions=step.positions,
             cells=cells,
-            pages=torch.from_numpy(self._pages.of),
-            runs=runs(step, self._pages, RUN),
+            pages=torch.from_numpy(self._cache.pages.of),
+            runs=runs(step, self._cache.pages, RUN),
             ends=torch.cat(
                 [torch.arange(len(step.rows)), torch.tensor(last_of_chunks, dtype=torch.int64)]
             ),
@@ -466,10 +435,10 @@ class Qwen3Runner:
         """
         sizes = self.sizes
         eps = sizes.eps
-        cells = torch.from_numpy(placed(step, self._pages))
-        self._reserve(self._pages.span)
-        of = torch.from_numpy(self._pages.of)
-        begins, counts, slots, held = runs(step, self._pages, RUN)
+        cells = torch.from_numpy(placed(step, self._cache.pages))
+        self._cache.reserve()
+        of = torch.from_numpy(self._cache.pages.of)
+        begins, counts, slots, held = runs(step, self._cache.pages, RUN)
         count = len(step.tokens)
         wide = tiled(count)
         x = F.embedding(F.pad(step.tokens, (0, wide - count)), self._embed)
@@ -479,7 +448,8 @@ class Qwen3Runner:
         gated = x.new_empty(wide, sizes.inner)
         more = torch.zeros_like(x)
         self._chosen = []
-        for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
+        caches = zip(self._layers, self._cache.keys, self._cache.values, strict=True)
+        for layer, keys, values in caches:
             kernels.norm(x, more, layer.norm_1, h, wide, sizes.hidden, eps)
             qkv = self._project(h, layer.qkv)
             placing = (layer.qk_norm, self._rotations, step.positions, cells)
@@ -545,7 +515,8 @@ class Qwen3Runner:
         group = sizes.heads // sizes.kv_heads
         mask = mask_later(inputs.positions[inputs.lanes], inputs.reached, group, x.dtype)
         more = None
-        caches = zip(self._keys, self._values, strict=True)
+        pools = zip(self._cache.keys, self._cache.values, strict=True)
+        caches = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in pools]
         for layer, cache in zip(self._layers, caches, strict=True):
             h = parts.add_norm(x, more, layer.norm_1)
             qkv = self._project(h, layer.qkv).view(len(x), -1, sizes.head_dim)

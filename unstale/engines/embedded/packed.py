@@ -28,7 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from unstale.engines.embedded.adapters import VersionedAdapters
 from unstale.engines.embedded.kernels import Kernels, divided
-from unstale.engines.embedded.pages import PAGE, Pages, placed, runs, tiled
+from unstale.engines.embedded.pages import PAGE, RUN, PagedCache, placed, runs, tiled
 from unstale.engines.embedded.probe import FORWARD_ERRORS, SLOTS, Probe
 from unstale.engines.embedded.runner import ModelWeights, Step, warning_with_gpu
 from unstale.model import linear
@@ -45,12 +45,6 @@ _SURVEY = "unstale_survey"
 """The name of an attention function that computes nothing and records the layers that call it."""
 _LANES = 16
 """Width of a CPU vector, in numbers. Head sizes are padded to a multiple of it."""
-_RUN = 8
-"""Largest number of successive prompt tokens whose attention is computed together. The cached keys
-and values are read once for all of them.
-"""
-_FIRST_PAGES = 64
-"""Number of pages in the cache at first. When all are used, the number doubles."""
 
 
 class CannotPack(ValueError):
@@ -131,7 +125,7 @@ class _Survey:
         return query.new_zeros(1, query.shape[2], heads, value.shape[3])
 
 
-class _Pages:
+class _Pages(PagedCache):
     """The paged KV cache of all layers, and the attention over it."""
 
     def __init__(
@@ -139,10 +133,8 @@ class _Pages:
     ) -> None:
         self._layers = layers
         self._dtype = dtype
-        self._pages = Pages(max_slots, max_context)
-        self._num_pages = 0
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        shapes = [(layer.kv_heads, layer.width) for layer in layers]
+        super().__init__(shapes, max_slots, max_context, dtype=dtype)
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self.warning = ""
         """The reason why attention is slow. Empty if it is fast."""
@@ -154,53 +146,14 @@ class _Pages:
                 "the engine attends by torch, several times slower, because its kernels do not "
                 f"compile: {error}"
             )
-        self._reserve(1)
-
-    def keep(self, slot: int, count: int) -> None:
-        self._copy(self._pages.hold(slot, count))
-
-    def copy_prefix(self, source: int, target: int, count: int) -> None:
-        self._copy(self._pages.share(source, target, count))
-
-    def _reserve(self, pages: int) -> None:
-        """Enlarge the cache to at least `pages` pages.
-
-        Keys are `[pages, kv_heads, width, PAGE]` and values `[pages, kv_heads, PAGE, width]`.
-        """
-        if pages <= self._num_pages:
-            return
-        most = len(self._pages.users)
-        self._num_pages = max(min(max(_FIRST_PAGES, 2 * self._num_pages), most), pages)
-        self._keys = [
-            _grown(self._keys, index, (self._num_pages, layer.kv_heads, layer.width, PAGE)).to(
-                self._dtype
-            )
-            for index, layer in enumerate(self._layers)
-        ]
-        self._values = [
-            _grown(self._values, index, (self._num_pages, layer.kv_heads, PAGE, layer.width)).to(
-                self._dtype
-            )
-            for index, layer in enumerate(self._layers)
-        ]
-
-    def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy a page within the cache. `moved` has the page's index and that of the copy. None: do
-        nothing.
-        """
-        self._reserve(self._pages.span)
-        if moved is not None:
-            old, new = moved
-            for pool in (*self._keys, *self._values):
-                pool[new] = pool[old]
 
     def begin(self, step: Step) -> None:
         """Assign cache pages to the tokens of a forward pass. Its layers then call `attend`."""
         self._step = step
-        self._cells = torch.from_numpy(placed(step, self._pages))
-        self._reserve(self._pages.span)
-        self._of = torch.from_numpy(self._pages.of)
-        self._runs = runs(step, self._pages, _RUN)
+        self._cells = torch.from_numpy(placed(step, self.pages))
+        self.reserve()
+        self._of = torch.from_numpy(self.pages.of)
+        self._runs = runs(step, self.pages, RUN)
         self._calls = 0
 
     def attend(
@@ -232,13 +185,13 @@ class _Pages:
 
     def _by_kernels(self, index: int, rows: list[Tensor], mixed: Tensor, how: _Scores) -> None:
         kernels = self._kernels[self._layers[index]]
-        keys, values = self._keys[index], self._values[index]
+        keys, values = self.keys[index], self.values[index]
         scaled = torch.empty(rows[0].shape, dtype=torch.float32)
         kernels.place(*rows, self._cells, how.scale, scaled, keys, values, len(scaled))
         arguments = (scaled, keys, values, self._of, self._of.shape[1], *self._runs, mixed)
         work = partial(kernels.attend, *arguments)
         if how.window or how.cap or len(how.sinks):
-            window = how.window or len(self._pages.of[0]) * PAGE
+            window = how.window or len(self.pages.of[0]) * PAGE
             work = partial(kernels.attend_limited, *arguments, window, how.cap, how.sinks)
         divided(self._helpers, work, self._runs.shape[1])
 
@@ -248,8 +201,8 @@ class _Pages:
         """
         query, key, value = rows
         page, offset = self._cells // PAGE, self._cells % PAGE
-        self._keys[index][page, :, :, offset] = key
-        self._values[index][page, :, offset] = value
+        self.keys[index][page, :, :, offset] = key
+        self.values[index][page, :, offset] = value
         step = self._step
         count = len(step.rows)
         parts = [(step.rows, step.positions[:count, None], slice(0, count))] if count else []
@@ -258,8 +211,8 @@ class _Pages:
         for slots, at, span in parts:
             reach = int(at.max()) // PAGE + 1
             pages = self._of[slots, :reach]
-            keys = self._keys[index][pages].permute(0, 2, 3, 1, 4).flatten(3)
-            values = self._values[index][pages].transpose(1, 2).flatten(2, 3)
+            keys = self.keys[index][pages].permute(0, 2, 3, 1, 4).flatten(3)
+            values = self.values[index][pages].transpose(1, 2).flatten(2, 3)
             queries = query[span].unflatten(0, at.shape).unflatten(2, (keys.shape[1], -1))
             out = _attention(queries, keys, values, at, how)
             mixed[span] = out.flatten(0, 1).flatten(1, 2).to(mixed.dtype)
@@ -295,24 +248,12 @@ def _compiled(layer: _Layer, dtype: torch.dtype) -> Kernels:
         "KV_HEADS": layer.kv_heads,
         "HEAD_DIM": layer.width,
         "PAGE": PAGE,
-        "RUN": _RUN,
+        "RUN": RUN,
         "LANES": _LANES,
     }
     if dtype == torch.bfloat16:
         macros["BFLOAT16"] = 1
     return Kernels(**macros)
-
-
-def _grown(pools: list[Tensor], index: int, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of the given shape that begins with the content of `pools[index]`.
-
-    The rest is 0. If `pools` is empty, all of it is 0.
-    """
-    if not pools:
-        return torch.zeros(shape)
-    grown = torch.zeros(shape, dtype=pools[index].dtype)
-    grown[: len(pools[index])] = pools[index]
-    return grown
 
 
 def _rows(states: Tensor, count: int, width: int) -> Tensor:

@@ -6,7 +6,7 @@ step, one flat array of them is sent to the device.
 """
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,12 @@ from unstale.engines.embedded.runner import Step
 
 PAGE = 64
 """Number of tokens in a page of the KV cache."""
+RUN = 8
+"""Largest number of successive prompt tokens whose attention is computed together. The cached keys
+and values are read once for all of them.
+"""
+_FIRST_PAGES = 64
+"""Number of pages in the cache at first. When all are used, the number doubles."""
 BLOCK = 32
 """Number of prompt tokens whose queries form one block in batched attention."""
 SPLIT_PAGES = 8
@@ -99,6 +105,66 @@ class Pages:
         self.users[page] -= 1
         if not self.users[page]:
             heapq.heappush(self._free, page)
+
+
+class PagedCache:
+    """The keys and values of all layers in pages, and the pages of each slot.
+
+    `keys[layer]` is `[pages, kv_heads, width, PAGE]` and `values[layer]` is `[pages, kv_heads,
+    PAGE, width]`. With this layout, neither matrix product of attention sums over the dimension
+    that is adjacent in memory.
+    """
+
+    def __init__(  # noqa: PLR0913 - the limits and where the tensors are
+        self,
+        layers: Sequence[tuple[int, int]],
+        max_slots: int,
+        max_context: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        on_growth: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Make an empty cache. `layers` has (kv_heads, width) of each layer.
+
+        `on_growth` is called before the tensors are replaced by larger ones.
+        """
+        self.pages = Pages(max_slots, max_context)
+        self.num_pages = 0
+        self._on_growth = on_growth
+        shapes = [((heads, width, PAGE), (heads, PAGE, width)) for heads, width in layers]
+        self.keys = [torch.empty(0, *key, dtype=dtype, device=device) for key, _ in shapes]
+        self.values = [torch.empty(0, *value, dtype=dtype, device=device) for _, value in shapes]
+        self.reserve()
+
+    def keep(self, slot: int, count: int) -> None:
+        """Keep the first `count` tokens of a slot, as `Runner.keep` does."""
+        self._copy(self.pages.hold(slot, count))
+
+    def copy_prefix(self, source: int, target: int, count: int) -> None:
+        """Begin a slot with tokens of another, as `Runner.copy_prefix` does."""
+        self._copy(self.pages.share(source, target, count))
+
+    def reserve(self) -> None:
+        """Enlarge the tensors to all pages that are in use."""
+        needed = self.pages.span
+        if needed <= self.num_pages:
+            return
+        self._on_growth()
+        most = len(self.pages.users)
+        self.num_pages = max(min(max(_FIRST_PAGES, 2 * self.num_pages), most), needed)
+        for pools in (self.keys, self.values):
+            for index, old in enumerate(pools):
+                pools[index] = old.new_zeros(self.num_pages, *old.shape[1:])
+                pools[index][: len(old)] = old
+
+    def _copy(self, moved: tuple[int, int] | None) -> None:
+        """Copy the page `moved[0]` to `moved[1]`, unless `moved` is None."""
+        self.reserve()
+        if moved is not None:
+            old, new = moved
+            for pool in (*self.keys, *self.values):
+                pool[new] = pool[old]
 
 
 class StepShape(NamedTuple):
