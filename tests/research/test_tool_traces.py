@@ -165,3 +165,6 @@ def test_the_command_writes_rows_that_sft_learns(
     assert "there is no column 'proof'" in capsys.readouterr().err
     assert called("tool-traces", str(source), str(out), "--url", "http://127.0.0.1:1/v1") == 2
     assert "name a served writer together" in capsys.readouterr().err
+    closed = ["--url", "http://127.0.0.1:1/v1", "--url-model", "writer", "--tool", "python"]
+    assert called("tool-traces", str(source), str(out), *closed) == 2
+    assert "http://127.0.0.1:1/v1 cannot be used" in capsys.readouterr().err

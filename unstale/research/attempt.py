@@ -199,7 +199,7 @@ class _Procedure:
         self._rollout = rollout
         self._progress = progress
         self._writer = PolicyWriter(rollout.generator)
-        self._judge = judge or self._writer
+        self._judge: Writer = judge or self._writer
         self._seed = held_out.config.seed
         self._tasks = held_out.tasks[:: options.attempts]
         self._kept = KeptEpisodes()

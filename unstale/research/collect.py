@@ -6,7 +6,6 @@ teaches nothing new.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 from unstale.config import ConfigError
@@ -75,10 +74,10 @@ class _CollectedEnv(NotedEnv):
         return turn
 
 
-def _row(message: Message) -> Mapping[str, Any]:
+def _row(message: Message) -> dict[str, Any]:
     """Return a message as `unstale sft` reads it. Its thoughts are left out."""
     if message.images:
         raise ConfigError("--collect cannot be used with pictures, which unstale sft does not read")
     calls = [{"function": {"name": e.name, "arguments": e.arguments}} for e in message.tool_calls]
-    row = {"role": message.role, "content": message.content}
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
     return {**row, "tool_calls": calls} if calls else row

@@ -14,6 +14,7 @@ from unstale.durability.console import Console
 
 def _tool_traces(chosen: argparse.Namespace) -> int:
     from unstale.durability.run_folder import write_whole
+    from unstale.envs import sandbox
     from unstale.envs.rows import load_rows
     from unstale.research.served_writer import KEY, ServedWriter
     from unstale.research.tool_traces import TOOLS, traces
@@ -23,6 +24,8 @@ def _tool_traces(chosen: argparse.Namespace) -> int:
             "--url and --url-model name a served writer together, which writes programs: give "
             "both, with --tool python"
         )
+    if chosen.tool == "python":
+        sandbox.check_allowed()
     writer = None
     if chosen.url:
         writer = ServedWriter(chosen.url, chosen.url_model, os.environ.get(KEY, ""))
@@ -30,16 +33,19 @@ def _tool_traces(chosen: argparse.Namespace) -> int:
     for column in filter(None, (chosen.prompt, chosen.solution, chosen.answer)):
         if missing := next((row for row in rows if column not in row), None):
             raise ConfigError(f"{missing.place}: there is no column {column!r}")
-    kept, refused = asyncio.run(
-        traces(
-            rows,
-            TOOLS[chosen.tool],
-            prompt=chosen.prompt,
-            solution=chosen.solution,
-            answer=chosen.answer,
-            writer=writer,
+    try:
+        kept, refused = asyncio.run(
+            traces(
+                rows,
+                TOOLS[chosen.tool],
+                prompt=chosen.prompt,
+                solution=chosen.solution,
+                answer=chosen.answer,
+                writer=writer,
+            )
         )
-    )
+    except OSError as error:
+        raise ConfigError(f"--url {chosen.url} cannot be used: {error}") from error
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
     write_whole(chosen.out, text, durable=True)
     counts = {"rows": len(rows), "kept": len(kept), "refused": dict(refused.most_common())}

@@ -16,7 +16,7 @@ well.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,8 @@ class TraceTasks(ListedTasks):
         self.name = options.env
         self._options = options
         self._folder = Path(options.source).parent
-        self.data = data = {"train": [], "held_out": []}
+        data: dict[str, list[Any]] = {"train": [], "held_out": []}
+        self.data = data
         schemas: dict[str, Mapping[str, Any]] = {}
         for row in rows:
             trace, tools = _read(row, picture_reader(self._folder, only_check=True))
@@ -168,6 +169,7 @@ def score_step(reply: Message, expert: Message, tolerance: float = 0.0) -> float
 
 def _is_near(value: Any, wanted: Any, tolerance: float) -> bool:
     """Return True for values that are equal but for numbers, which may differ by `tolerance`."""
+    pairs: Iterable[tuple[Any, Any]]
     match value, wanted:
         case (bool(), _) | (_, bool()):
             return value is wanted
