@@ -60,6 +60,10 @@ class SamplingParams:
     """Largest number of tokens that the rest of the reply may have, if the caller requests the
     reply in several parts of `max_tokens` each. 0 means `max_tokens`.
     """
+    precise: bool = False
+    """True if an engine without rounding must sample the reply. Only a pool that has such engines
+    beside others reads it.
+    """
     signals: bool = False
     """True if the reply must have signals: figures of the distribution of each token, at this
     temperature (1 if it is 0). Only the embedded engine returns them.

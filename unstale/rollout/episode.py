@@ -355,7 +355,7 @@ class Rollout:
             self._episode,
             request.task,
             env_seed=env_seed,
-            noise_seed=derive_seed(env_seed, index),
+            noise_seed=derive_seed(env_seed, index) if start.seed is None else start.seed,
             open_writer=partial(open_writer, request.number, index),
             record=record,
             start=start,
@@ -416,7 +416,7 @@ class Rollout:
         attempt may use the whole `budget`. Between two segments, the episode lets other episodes
         run (`slot`). After a place of decision, an episode is not repeated.
         """
-        fork, prefix, looks = start
+        fork, prefix, looks, _ = start
         failures = record.failures if record else 0
         if record and record.outcome:
             if looks:
@@ -891,7 +891,9 @@ def _starts(
             continue
         if fork.parent not in parents:
             raise ValueError(f"episode {fork.parent} is not finished: it cannot be forked")
-        starts[index] = Start(fork, fork.prefix_of(parents[fork.parent].pieces))
+        parent = parents[fork.parent]
+        seed = parent.seed if fork.repeats else None
+        starts[index] = Start(fork, fork.prefix_of(parent.pieces), seed=seed)
     return starts
 
 

@@ -40,6 +40,8 @@ class Start(NamedTuple):
     """The tokens before that place, and placed text."""
     looks: "Looks | None" = None
     """The places at which the episode waits for a decision."""
+    seed: int | None = None
+    """The seed of the random numbers for sampling. None for one of its own."""
 
 
 NO_FORK = Start()

@@ -8,7 +8,9 @@ branch of a fork counts the same. w(e) is the product of 1 / branches over the f
 is the mean of V over the other branches of the nearest fork above e, or over the other trees.
 `pooled`: A(e) = M / N times the sum over the leaves below e of R minus the mean reward of all N
 leaves. `depth`: A(e) = M / n times (V(e) - mean) / deviation, over the n edges at the same number
-of tokens; V is the mean reward of the leaves. That is BranchGRPO's rule.
+of tokens; V is the mean reward of the leaves, or with `fusion` = path that of the branches of the
+next fork, weighted by the probability of their tokens. That is BranchGRPO's rule, in which the
+places of a tree are the denoising steps of an image.
 
 A leaf that survived a draw of `tree.prune` counts in `loo` by its weight s = 1 / probability, and
 a pruned one by 0: A(e) is w(e) times the mean of s (R - b(e)) over the leaves below e, and V(e) the
@@ -22,15 +24,16 @@ episodes between the best and the worst one of a group (`kept_leaves`), get the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from unstale.config.checks import ConfigError, Range, Section
 from unstale.config.techniques import Entry
-from unstale.records import SURVIVAL, Group, ScoredTrajectory, Trajectory
+from unstale.records import SURVIVAL, Group, Sampled, ScoredTrajectory, Trajectory, walk
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -44,8 +47,15 @@ TINY = 1e-6
 class TreeAdvantageConfig(Section):
     """Advantages for episodes that are forked from others of their group."""
 
+    selector: ClassVar[str] = "rule"
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = {"fusion": ("depth",)}
+
     rule: Literal["loo", "pooled", "depth"] = "loo"
     """The rule by which the advantage of a token is computed. Only `loo` is unbiased."""
+    fusion: Literal["leaves", "path"] = "leaves"
+    """Only for `depth`: the value of a place is the mean reward of the leaves below it, or the mean
+    of the branches of each fork, weighted by the probabilities with which the engine sampled them.
+    """
     kept_depths: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of the levels of a tree whose tokens are trained on; other tokens have the advantage 0.
     A level is the tokens with the same number of forks before them. The first level moves on by one
@@ -82,6 +92,28 @@ class Edge:
     def value(self) -> float:
         """The mean reward of the leaves below the edge, by their weights."""
         return self.over(0.0)
+
+    def fused(self) -> float:
+        """Return the reward below the edge: that of its branches by their probabilities.
+
+        Pruned branches are left out. At least one leaf must be below the edge.
+        """
+        kept = [each for each in self.below if any(each.leaves())]
+        if not kept:
+            return self.trajectory.reward
+        logps = [each.logp() for each in kept]
+        weights = [math.exp(logp - max(logps)) for logp in logps]
+        pairs = zip(weights, kept, strict=True)
+        return math.fsum(weight * each.fused() for weight, each in pairs) / math.fsum(weights)
+
+    def logp(self) -> float:
+        """Return the log-probability of the edge's sampled tokens when the engine drew them."""
+        total = 0.0
+        for start, piece, _ in walk(self.trajectory.pieces):
+            if isinstance(piece, Sampled):
+                low, high = max(self.start - start, 0), max(self.end - start, 0)
+                total += math.fsum(piece.behavior_logp[low:high])
+        return total
 
     def leaves(self) -> Iterator[Trajectory]:
         """Yield the episodes that contain the edge and were not pruned."""
@@ -180,7 +212,8 @@ class TreeAdvantage:
 
     def __init__(self, options: TreeAdvantageConfig) -> None:
         self._options = options
-        self._rule = RULES[options.rule]
+        is_fused = options.rule == "depth" and options.fusion == "path"
+        self._rule = partial(depth, value=Edge.fused) if is_fused else RULES[options.rule]
 
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
         scored = []
@@ -257,10 +290,14 @@ def pooled(roots: Sequence[Edge]) -> Advantages:
         yield each.trajectory, each.start, each.end, len(roots) / len(rewards) * total
 
 
-def depth(roots: Sequence[Edge]) -> Advantages:
+def mean_of_leaves(edge: Edge) -> float:
+    return fmean(leaf.reward for leaf in edge.leaves())
+
+
+def depth(roots: Sequence[Edge], value: Callable[[Edge], float] = mean_of_leaves) -> Advantages:
     """Yield the advantages that compare the edges at the same number of tokens (BranchGRPO)."""
     edges = [edge for root in roots for edge in root.edges() if any(edge.leaves())]
-    values = [fmean(leaf.reward for leaf in each.leaves()) for each in edges]
+    values = [value(each) for each in edges]
     cuts = sorted({place for each in edges for place in (each.start, each.end)})
     for start, end in pairwise(cuts):
         level = [i for i, each in enumerate(edges) if each.start <= start and end <= each.end]
