@@ -310,8 +310,9 @@ def is_success(rewards: Mapping[str, float], facts: Mapping[str, float]) -> bool
 class Fork:
     """The relation of an episode to an earlier one of its group, from which it was mostly forked.
 
-    The episode begins with the first `at` tokens of the episode `parent`, and continues with other
-    random numbers. With a `note` it has its own beginning, and `at` is 0.
+    The forked episode begins with the first `at` tokens of the episode `parent`. It continues with
+    other random numbers. With a `note` it has its own beginning, and `at` is 0. With nothing but a
+    parent, it is the same episode again (`repeats`).
     """
 
     parent: int
@@ -334,6 +335,11 @@ class Fork:
             raise ValueError("a fork with a note needs at = 0 and no text; a written text, a note")
         if self.text and not isinstance(self.text[-1], Placed):
             raise ValueError("the text of a fork must end with a Placed piece")
+
+    @property
+    def repeats(self) -> bool:
+        """True if the episode has the random numbers of `parent`, by an engine without rounding."""
+        return not (self.at or self.text or self.note)
 
     def prefix_of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         """Return the beginning of the forked episode, given the pieces of its parent.

@@ -288,6 +288,44 @@ def test_an_interrupted_request_returns_its_version_from_either_group() -> None:
     play(2, story)
 
 
+def test_a_request_waits_for_the_kind_of_engine_that_it_asks_for() -> None:
+    """The engine that does not round dies. Its requests wait for it, and no other serves them."""
+    asked = Asked(3)
+    started = asyncio.Event()
+    pool = supervise(EnginePool(asked.engines, precise_engines=1), Recovery(lambda version: {}, 1))
+
+    async def story() -> None:
+        await publish(pool, 0)
+        start = asked.engines[2].start
+
+        async def slow_start() -> None:
+            await started.wait()
+            await start()
+
+        asked.engines[2].start = slow_start  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as tasks:
+
+            def precise(task: int) -> "asyncio.Task[Any]":
+                return tasks.create_task(pool.sample([task], SamplingParams(4, (), precise=True)))
+
+            ask(tasks, pool, dict.fromkeys(range(10, 30), 4))
+            first = precise(2)
+            await until(lambda: len(asked) == 21, "requests")
+            places = asked.where()
+            assert places.pop(2) == 2 and {*places.values()} == {0, 1}
+            asked.engines[2].die("killed")
+            assert (await first).stop == "interrupted"
+            again = precise(3)
+            asked.gate.set()
+            await pool.sample([4], SamplingParams(4, ()))
+            assert not again.done() and 3 not in asked.where()
+            started.set()
+            await again
+        assert asked.where()[3] == 2
+
+    run_engine(pool, story)
+
+
 def configured(engine: dict[str, Any], **options: Any) -> RunConfig:
     return RunConfig(
         recipe="toy",
@@ -303,6 +341,9 @@ def test_a_run_has_the_groups_of_its_options(tmp_path: Path) -> None:
     pool = build_engine(configured(options, model=str(tmp_path)), None)
     assert pool.phases == Phases(2, 5.0)
     assert supervise(pool, Recovery()).phases == Phases(2, 5.0)
+    options = {"processes": 3, "quantise": "nvfp4", "precise_engines": 1}
+    pool = build_engine(configured(options, model=str(tmp_path)), None)
+    assert supervise(pool, Recovery()).precise_engines == pool.precise_engines == 1
 
 
 @pytest.mark.parametrize(
@@ -313,6 +354,18 @@ def test_a_run_has_the_groups_of_its_options(tmp_path: Path) -> None:
         ({"prefill_engines": 2, "processes": 4}, 2, r"must be < 2 \(the engines of cluster.engine"),
         ({"prefill_ratio": 3.0}, 0, "prefill_ratio = 3 is read only with engine.prefill_engines"),
         ({"prefill_ratio": 0.0, "prefill_engines": 1}, 0, "prefill_ratio must be > 0"),
+        ({"precise_engines": 1}, 0, "precise_engines = 1 needs engine.quantise other than none"),
+        ({"quantise": "fp8", "precise_engines": 1}, 0, "needs more engines .* got 1"),
+        (
+            {"quantise": "fp8", "precise_engines": 1, "processes": 2},
+            2,
+            "precise_engines must be 0 with cluster.engine_hosts",
+        ),
+        (
+            {"quantise": "fp8", "precise_engines": 1, "processes": 3, "prefill_engines": 1},
+            0,
+            "needs engine.prefill_engines = 0",
+        ),
     ],
 )
 def test_groups_that_cannot_be_are_refused(engine: dict[str, Any], hosts: int, why: str) -> None:

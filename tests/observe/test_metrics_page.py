@@ -87,6 +87,8 @@ TECHNIQUES = {
     "exemplars/success_share",
     "exemplars/plain_success_share",
     "exemplars/stored",
+    "regenerate/reward_gap_mean",
+    "regenerate/equal_token_share",
     "retry/gain_mean",
     "retry/gain_error",
     "retry/text_tokens",

@@ -373,6 +373,24 @@ def test_a_judge_may_read_summaries_that_the_policy_writes() -> None:
     assert rows["best by 1 vote on each pair"] == rows["pass@4"] > rows["one attempt"]
 
 
+def test_a_further_attempt_reads_the_summaries_that_were_compared() -> None:
+    read: list[str] = []
+
+    def summarises(text: str, random: Random) -> str:
+        if SUMMARISE[:30] in text:
+            return "it added the numbers and failed"
+        if COMPARE[:30] in text:
+            return "best: A"
+        if CONCLUSIONS in text:
+            read.extend(re.findall(r"^\d\. (.+)$", text, re.MULTILINE))
+        return guess(text, random)
+
+    options = AttemptOptions(attempts=4, votes=1, summaries=True, distil=2)
+    result = attempt_calculator(summarises, options)
+    assert len(read) == 2 * len(result.first)
+    assert {*read} == {"it added the numbers and failed"}
+
+
 def searched(judge: float, runs: int = 400) -> tuple[float, float]:
     """Return the success of a search and of a choice at the end, of as many tokens.
 

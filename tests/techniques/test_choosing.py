@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -112,6 +113,12 @@ CONDITIONS = {
     "bus": {"bus.load": "runs/earlier", "objective.placed": "anchor", **ESTIMATOR},
     "retry": {"objective.placed": "anchor", **ESTIMATOR},
     "exemplars": {"objective.placed": "anchor", **ESTIMATOR},
+    "regenerate": {
+        "engine.precise_engines": 1,
+        "engine.quantise": "nvfp4",
+        "engine.processes": 2,
+        "schedule.group_size": 8,
+    },
     "hint_entropy_weights": {
         "techniques": "hint_entropy_weights hints",
         "objective.placed": "anchor",
@@ -146,6 +153,27 @@ def test_every_recipe_admits_a_technique_with_its_defaults_or_asks_for_one_optio
         assert not check(made).refusals, recipe
         assert Techniques.of(made).parts
     assert asked == (name in CONDITIONS)
+
+
+BEGINS_WITH_OPTIONS = re.compile(r"(?:--[\w.]+ (?:'[^']*'|[^\s,;:]+)(?:[,;:]|$| ))+")
+NAMES = {"N": "256", "DIR": "runs/shared", "NAME": "one", "RUN": "runs/earlier"}
+"""What stands for the words in capitals in the options of the table."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS[:20] if row.how.startswith("--techniques")],
+    ids=lambda row: str(row.number),
+)
+def test_the_options_of_a_row_can_be_used_as_they_are_written(
+    row: Row, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = BEGINS_WITH_OPTIONS.match(row.how)
+    assert found
+    words = [NAMES.get(word, word) for word in shlex.split(re.sub("[,;:]( |$)", " ", found[0]))]
+    with pytest.raises(SystemExit) as end:
+        main(["lint", "retail", *words])
+    assert end.value.code == 0, (words, *capsys.readouterr())
 
 
 def test_a_resumed_run_keeps_its_techniques() -> None:

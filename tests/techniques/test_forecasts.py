@@ -22,7 +22,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.envs.desk import shipped_desks
 from unstale.recipes import RECIPES
-from unstale.research.route import read_counts, route
+from unstale.research.route import dispatch, read_counts, route
 from unstale.research.techniques.allocate import Allocate
 from unstale.research.techniques.baseline import PriorBaseline, shrink
 from unstale.research.techniques.predicted_sampler import (
@@ -242,6 +242,11 @@ def test_the_router_sends_tasks_to_the_policy_that_fits(tmp_path: Path) -> None:
     cheap = route(texts, results, [1, 1, 5], 0.1)["router"]
     assert cheap.shares[2] < 0.2 and cheap.cost < 2
     assert route(texts, results, [1, 1, 5], 0)["router"].shares[2] > 0.5
+    new = {**texts, "n0": "add up x1 y1", "n1": "prove that x2 y2", "n2": ""}
+    sent = dispatch(new, results[:2], [1, 1], 0)
+    assert sent["n0"][0] == 0 and sent["n1"][0] == 1 and sent.keys() == new.keys() - {"n2"}
+    with pytest.raises(ConfigError, match="at least 8 are needed: they teach the router"):
+        dispatch({"n0": "add up"}, results, [1, 1, 5], 0)
     with pytest.raises(ConfigError, match="Evaluate more tasks"):
         route(dict(list(texts.items())[:9]), results, [1, 1, 5], 0)
     with pytest.raises(ConfigError, match="is no file of `unstale eval --save`"):

@@ -379,6 +379,43 @@ def test_pruned_gradients_are_those_of_some_levels_or_of_middling_episodes() -> 
         assert found[1:] == (full[1:] if trained else (0.0, 0.0)) and found[0] == full[0]
 
 
+def test_the_reward_of_a_place_is_fused_by_the_probabilities_of_its_branches() -> None:
+    """The branches were sampled with 0.6 and 0.2, so the place before them is worth 0.75."""
+
+    def episode(number: int, p: Sequence[float], reward: float, fork: Fork | None = None) -> Any:
+        logps = tuple(map(math.log, p))
+        skip = (ContextPiece((5,), Provenance.SHARED),) if fork else ()
+        pieces = (*skip, Sampled((5, 6)[-len(p) :], logps, version=0))
+        return Trajectory(pieces, {"r": reward}, "done", TASK, 0, number, fork=fork)
+
+    whole = Group(
+        TASK,
+        (
+            episode(0, (0.9, 0.6), 1.0),
+            episode(1, (0.5, 0.5), 0.0),
+            episode(2, (0.5, 0.5), 1.0),
+            episode(3, (0.2,), 0.0, Fork(0, 1)),
+        ),
+    )
+    for fusion, value in (("leaves", 0.5), ("path", 0.75)):
+        config = override(
+            RunConfig(recipe="mine"),
+            {
+                "techniques": "tree tree_advantage",
+                "schedule.group_size": 4,
+                "tree_advantage.rule": "depth",
+                "tree_advantage.fusion": fusion,
+            },
+        )
+        technique = Techniques.of(config).estimator
+        assert technique
+        found = technique.estimate([whole], CreditContext(0.0, 0, lambda task: task.key))
+        values = np.array([value, 0.0, 1.0])
+        wanted = (values - values.mean()) / values.std()
+        assert [each.advantage[0] for each in found[:3]] == pytest.approx(wanted)
+        assert found[0].advantage[1] == pytest.approx(3 / 4)  # of the rewards 1, 0, 1 and 0
+
+
 def forked(*, turn_rewards: Sequence[tuple[float, ...]] = ((), (), (), ())) -> Group:
     """Return two episodes of two turns, and two forks of the first one before its second reply."""
     shared = ContextPiece((3,), Provenance.SHARED)

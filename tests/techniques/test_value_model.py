@@ -14,7 +14,7 @@ import torch
 from tests.techniques.test_predicted_sampler import TEXTS, outcome, world
 from unstale.config import ConfigError, RunConfig, SelectionConfig
 from unstale.config.options import override
-from unstale.research.techniques.forecast import Array
+from unstale.research.techniques.forecast import Array, sigmoid
 from unstale.research.techniques.predicted_sampler import (
     ModelSampler,
     PredictedSampler,
@@ -191,3 +191,26 @@ def test_forecasts_are_calibrated_and_those_from_random_texts_are_as_good_as_the
     assert max(gaps) < 0.08
     sure, unsure = np.array(trusts).reshape(2, SEEDS).mean(1)
     assert sure > 0.5 and unsure < 0.3
+
+
+def test_a_model_of_several_policies_reads_what_another_one_can_do() -> None:
+    """It is trained on two policies, and forecasts a third from its results, without updates."""
+    rng = np.random.default_rng(0)
+    kinds = np.arange(160) % 4
+    vectors = np.zeros((160, 12))
+    vectors[np.arange(160), kinds] = vectors[np.arange(160), rng.integers(4, 12, 160)] = 0.5**0.5
+
+    def history(rates: list[float], rows: slice) -> Results:
+        chances = np.array(rates)[kinds[rows]]
+        return Results(vectors[rows], rng.binomial(4, chances).astype(float), np.full(80, 4.0))
+
+    first, last = slice(80), slice(80, 160)
+    policies = [[0.9, 0.1, 0.5, 0.2], [0.1, 0.8, 0.3, 0.9]]
+    model = ValueModel(12, width=0.1, lr=0.03)
+    model.train(*(history(rates, first) for rates in policies), steps=100)
+    before = {name: value.clone() for name, value in model.state()["weights"].items()}
+    third = [0.2, 0.9, 0.9, 0.1]
+    found = sigmoid(model.logits(vectors[last], history(third, first)))
+    truth = np.array(third)[kinds[last]]
+    assert np.abs(found - truth).mean() < 0.1 < 0.3 < np.abs(truth.mean() - truth).mean()
+    assert all(torch.equal(before[name], each) for name, each in model.state()["weights"].items())

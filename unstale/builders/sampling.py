@@ -183,11 +183,8 @@ def build_generator(
 
 
 def at_eval_temperature(generator: Generator, config: EvalConfig) -> Generator:
-    """Return a generator with the same engine that samples at `eval.temperature`.
-
-    A negative temperature means that of training.
-    """
-    generator = replace(generator, signals=False)
+    """Return a generator that samples at `eval.temperature`, with the same engine."""
+    generator = replace(generator, signals=False, precise=True)
     if config.temperature < 0:
         return generator
     return replace(generator, temperature=config.temperature)
@@ -302,7 +299,7 @@ def build_engine(
             python=options.python,
             gpu_memory_utilization=gpu_memory_utilization(config),
             dtype=cast(Dtype, options.dtype),
-            quantise=options.quantise,
+            quantise=options.quantise if number < len(urls) - options.precise_engines else "none",
             bitwise=options.bitwise,
             threads=options.threads,
             gpus=gpus,
@@ -338,6 +335,7 @@ def build_engine(
         keep_cache=options.keep_cache,
         load_tokens=options.load_tokens,
         phases=Phases(options.prefill_engines, options.prefill_ratio),
+        precise_engines=options.precise_engines,
     )
 
 

@@ -344,7 +344,7 @@ class RunConfig(Section):
             )
 
     def _check_groups(self) -> None:
-        """Raise `ConfigError` if all engines are prefill engines, so that none can decode."""
+        """Raise `ConfigError` if the engines cannot be divided into groups as the options say."""
         hosts = self.cluster.engine_hosts
         engines = hosts or self.engine.num_engines
         if self.engine.prefill_engines and self.engine.prefill_engines >= engines:
@@ -353,6 +353,11 @@ class RunConfig(Section):
             raise ConfigError(
                 f"engine.prefill_engines must be < {engines} (the engines of {counted}), because "
                 f"at least one must decode; got {self.engine.prefill_engines}"
+            )
+        if self.engine.precise_engines and hosts:
+            raise ConfigError(
+                f"engine.precise_engines must be 0 with cluster.engine_hosts, got "
+                f"{self.engine.precise_engines}: all engines of a host have the same precision"
             )
 
     def _check_test_time(self) -> None:

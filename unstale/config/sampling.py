@@ -190,6 +190,10 @@ class EngineConfig(Section):
     """With `prefill_engines`: a request goes to a prefill engine if its context tokens that no
     decode engine has cached, divided by the expected reply tokens, are above this ratio.
     """
+    precise_engines: Count = 0
+    """Number of engines (processes or servers) that do not round, with `quantise`. These are the
+    last engines. They sample what the technique `regenerate` samples again, and evaluations.
+    """
     probe_tolerance: NonNegative = 0.0
     """Largest mean difference, in nats, between the log-probabilities of a server and of the
     trainer on the 32 tokens that test each new version; 0 allows 0.001 for float32, 0.05 for
@@ -213,6 +217,8 @@ class EngineConfig(Section):
     def applies(self, option: str) -> bool:
         if option == "prefill_ratio":
             return self.prefill_engines > 0
+        if option == "precise_engines":
+            return self.quantise != "none"
         return Section.applies(self, option)  # super() fails in a class with slots
 
     def check_combination(self) -> None:
@@ -220,6 +226,7 @@ class EngineConfig(Section):
             # The chosen precision replaces `auto`, so that the run folder records it.
             object.__setattr__(self, "dtype", fast_dtype())
         self._check_quantise()
+        self._check_precise()
         if self.prefill_ratio != 8.0 and not self.prefill_engines:
             raise ConfigError(
                 f"engine.prefill_ratio = {self.prefill_ratio:g} is read only with "
@@ -336,6 +343,25 @@ class EngineConfig(Section):
                 f"engine.dtype must be bfloat16 with engine.quantise = {self.quantise} and "
                 f"engine.backend = vllm, got {self.dtype}: vLLM quantises only bfloat16 weights"
             )
+
+    def _check_precise(self) -> None:
+        """Raise `ConfigError` if a part of the engines cannot be without rounding."""
+        if not self.precise_engines:
+            return
+        needed = {
+            "engine.quantise other than none": self.quantise != "none",
+            "engine.prefill_engines = 0": not self.prefill_engines,
+            "engines that the run starts, and no engine.urls": not self.urls,
+            f"more engines (engine.processes or engine.servers), got {self.num_started}": (
+                self.precise_engines < self.num_started
+            ),
+        }
+        for option, is_set in needed.items():
+            if not is_set:
+                raise ConfigError(
+                    f"engine.precise_engines = {self.precise_engines} needs {option}: the last "
+                    "engines do not round, and at least one other does"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,10 @@ class SamplingParams:
     """Largest number of tokens that this request and later ones may add, if the caller requests the
     reply in parts of `max_tokens` each. 0: the reply is requested at once.
     """
+    precise: bool = False
+    """True if an engine without rounding must sample the reply. Only a pool that has such engines
+    beside others reads it.
+    """
     signals: bool = False
     """True to return the entropy and the two most probable tokens of the distribution from which
     each token was drawn (`Signals`). They are computed at `temperature`, or at 1 if it is 0. Of the

@@ -55,8 +55,10 @@ class WeightsReplaced(LookupError):
 class _Member:
     """One engine of a pool, with the pool's record of its state."""
 
-    def __init__(self, engine: Engine, *, prefills: bool) -> None:
+    def __init__(self, engine: Engine, *, prefills: bool, precise: bool) -> None:
         self.engine = engine
+        self.precise = precise
+        """True if the engine does not round, in a pool with engines that do."""
         self.prefills = prefills
         """True if the engine belongs to the group for requests with much new context (prefill)."""
         self.cached = CachedPrefixes()
@@ -139,6 +141,9 @@ class EnginePool:
     and one for the others (decode). `routing.choose` chooses the group. Raises ValueError if a
     group would be empty.
 
+    The last `precise_engines` do not round, and the others do. A request is sent to the kind of
+    engine that it asks for (`SamplingParams.precise`).
+
     With `patience_s` the pool is elastic. `start` waits for one engine only. The others join when
     they have started and loaded the current version. No call waits for an engine that starts. Once
     one engine has answered, a call waits at most `MAX_LAG_S` for the others. `EngineDied` is raised
@@ -154,6 +159,7 @@ class EnginePool:
         keep_cache: bool = False,
         load_tokens: int = 0,
         phases: Phases = NO_PHASES,
+        precise_engines: int = 0,
         patience_s: float = 0.0,
     ) -> None:
         if phases.prefill_engines and not phases.prefill_engines < len(engines):
@@ -166,7 +172,11 @@ class EnginePool:
         self.takes_deltas = len(engines) == 1 and engines[0].takes_deltas
         self.engines = tuple(engines)
         self._members = [
-            _Member(engine, prefills=number < phases.prefill_engines)
+            _Member(
+                engine,
+                prefills=number < phases.prefill_engines,
+                precise=number >= len(engines) - precise_engines,
+            )
             for number, engine in enumerate(engines)
         ]
         self._recovery = recovery
@@ -174,6 +184,7 @@ class EnginePool:
         self.keep_cache = keep_cache
         self.load_tokens = load_tokens
         self.phases = phases
+        self.precise_engines = precise_engines
         self.patience_s = patience_s
         self._version = -1
         self._version_changed = asyncio.Event()
@@ -215,11 +226,12 @@ class EnginePool:
         weight = request_weight(len(tokens), self.load_tokens)
         while True:
             starts = self._starts
-            await self._wait_until_up()
+            kind = params.precise if self.precise_engines else None
+            await self._wait_until_up(kind)
             if self.phases.prefill_engines:
                 member = self._route_by_phase(blocks, len(tokens), params)
             else:
-                member = self._route(blocks)
+                member = self._route(blocks, self._working(kind))
             generation = member.generation
             member.num_running += 1
             member.load += weight
@@ -382,22 +394,26 @@ class EnginePool:
 
     @property
     def _up(self) -> list[_Member]:
-        return [member for member in self._members if member.up]
+        return self._working()
+
+    def _working(self, precise: bool | None = None) -> list[_Member]:
+        """Return the working engines, or those that do not round (`precise`), or that do."""
+        members = [member for member in self._members if member.up]
+        return [member for member in members if precise in (None, member.precise)]
 
     def _hash_blocks(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the hashes of the blocks of a context. Empty if the pool has only one engine."""
         return hash_blocks(tokens) if len(self._members) > 1 else []
 
-    def _route(self, blocks: Sequence[int]) -> _Member:
-        """Return an engine with most of the context cached, if its load is not much above the
-        least.
+    def _route(self, blocks: Sequence[int], members: Sequence[_Member]) -> _Member:
+        """Return one of `members`: with enough of a request's context cached, or little load.
 
         `blocks` are the block hashes of the request's context.
         """
-        free = [member for member in self._up if member.num_running < self.max_running]
-        least = min(member.load for member in free or self._up)
+        free = [member for member in members if member.num_running < self.max_running]
+        least = min(member.load for member in free or members)
         most = least + MAX_EXTRA_REPLIES if free else least
-        candidates = [member for member in free or self._up if member.load <= most]
+        candidates = [member for member in free or members if member.load <= most]
         return max(
             candidates,
             key=lambda member: (
@@ -479,21 +495,25 @@ class EnginePool:
             for call in calls:
                 call.cancel()
 
-    def _pending_restarts(self) -> "list[asyncio.Task[None]]":
-        """Return the running tasks that restart engines.
+    def _pending_restarts(self, precise: bool | None = None) -> "list[asyncio.Task[None]]":
+        """Return the running tasks that restart engines (of the kind `precise`, as `_working`).
 
         Raise the last error if no engine works and none is being restarted.
         """
-        restarts = [member.restart for member in self._members if member.restart is not None]
-        if not (restarts or self._up):
+        members = [member for member in self._members if precise in (None, member.precise)]
+        restarts = [member.restart for member in members if member.restart is not None]
+        if not (restarts or self._working(precise)):
             raise self._error
         return restarts
 
-    async def _wait_until_up(self) -> None:
-        """Wait until an engine works. Raise the last error if all restarts have failed."""
-        while not self._up:
+    async def _wait_until_up(self, precise: bool | None = None) -> None:
+        """Wait until an engine works (of the kind `precise`, as `_working`).
+
+        Raise the last error if all restarts have failed.
+        """
+        while not self._working(precise):
             ended, _ = await asyncio.wait(
-                self._pending_restarts(),
+                self._pending_restarts(precise),
                 timeout=self.patience_s or None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
@@ -671,5 +691,6 @@ def supervise(engine: Engine, recovery: Recovery) -> EnginePool:
         keep_cache=engine.keep_cache,
         load_tokens=engine.load_tokens,
         phases=engine.phases,
+        precise_engines=engine.precise_engines,
         patience_s=engine.patience_s,
     )

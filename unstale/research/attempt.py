@@ -42,8 +42,8 @@ from unstale.rollout.writer import PolicyWriter, question
 
 COMPARE = f"""You compare attempts at a task. {DATA} Decide which attempt is right, or the most \
 likely to be right. End with one line: best: LETTER"""
-SUMMARISE = f"""You summarise an attempt at a task in at most 100 words: how it went about the \
-task, what it found, and its conclusion. {DATA}"""
+SUMMARISE = f"""You summarise an attempt at a task in at most 100 words: its hypotheses, how far \
+it got, what failed, and its conclusion. {DATA}"""
 CONCLUSIONS = "Earlier attempts ended as follows. They may be wrong: check them, then answer."
 _VERDICT = re.compile(r"best:[\W_]*([A-Z])\b", re.IGNORECASE)
 
@@ -66,8 +66,8 @@ class AttemptOptions:
     plan: bool = False
     """Make a second attempt with a plan that the policy writes from the first."""
     summaries: bool = False
-    """Let the policy summarise each attempt, and compare the summaries instead of the last
-    replies.
+    """Compare summaries that the policy writes, instead of the last replies. The further attempt
+    of `distil` reads them, too.
     """
     search: int = 0
     """Number of stages of a beam search with `attempts` candidates in each stage; 0 makes no
@@ -203,6 +203,8 @@ class _Procedure:
         self._seed = held_out.config.seed
         self._tasks = held_out.tasks[:: options.attempts]
         self._kept = KeptEpisodes()
+        self._shown: dict[str, Mapping[int, str]] = {}
+        """What the judge read of each attempt, by task and attempt."""
 
     async def run(self) -> AttemptResult:
         """Attempt the tasks, choose an attempt at each, and make the further attempts of the
@@ -305,6 +307,7 @@ class _Procedure:
             return self._majority(task, self._head)
         numbers = sorted(self._episodes(task))
         texts = {number: await self._text(task, number) for number in numbers}
+        self._shown[task.key] = texts
         return await self._tournament(task, texts) if texts else None
 
     def _majority(self, task: Task, head: QualityHead | None) -> Choice | None:
@@ -360,8 +363,10 @@ class _Procedure:
         for task in self._tasks:
             ranking = choices[task.key].ranking if task.key in choices else ()
             episodes = self._episodes(task)
-            replies = [self._last_reply(episodes[each]) for each in ranking[: self._options.distil]]
-            lines = [f"{number}. {reply[-most:]}" for number, reply in enumerate(replies, 1)]
+            shown = self._shown.get(task.key, {})
+            best = ranking[: self._options.distil]
+            texts = [shown.get(each) or self._last_reply(episodes[each]) for each in best]
+            lines = [f"{number}. {text[-most:]}" for number, text in enumerate(texts, 1)]
             notes[task.key] = "\n".join([CONCLUSIONS, *lines]) if lines else ""
         return notes
 

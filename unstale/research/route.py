@@ -1,9 +1,9 @@
 """Send each task to the policy that is expected to solve it at the least cost (V0).
 
-Each policy has a small value model, which forecasts its success at a task from the task's words and
-from the policy's results at other tasks. A task goes to the policy with the largest forecast minus
-`price` times the policy's cost. Results at half of the tasks train the value models, which route
-the other half.
+One small value model for all policies forecasts the success of a policy at a task from the task's
+words and from the policy's results at other tasks. A task goes to the policy with the largest
+forecast minus `price` times the policy's cost. To measure what that is worth, half of the tasks are
+routed, by the results of the other half.
 """
 
 import json
@@ -20,9 +20,9 @@ from unstale.research.techniques.forecast import DIMENSIONS, Array, embed, sigmo
 from unstale.research.techniques.value_model import Results, ValueModel
 
 STEPS = 100
-"""Number of optimizer steps of each value model."""
+"""Number of optimizer steps of the value model."""
 WIDTH, RATE = 0.1, 0.03
-"""Width and learning rate of the value models, as in `predicted_sampler`."""
+"""The width and the learning rate of the value model, as in `predicted_sampler`."""
 FEWEST = 8
 """Smallest number of tasks in each half: those of the forecasts and those that are routed."""
 
@@ -74,15 +74,36 @@ def route(
             f"{len(keys)} tasks have a text and results of all policies, and at least "
             f"{2 * FEWEST} are needed: half of them teach the router. Evaluate more tasks"
         )
-    vectors = dict(zip(keys, embed([texts[key] for key in keys]), strict=True))
-    fit, new = (np.stack([vectors[key] for key in half]) for half in (known, asked))
     rates = np.stack([_rates(counts, asked) for counts in results], axis=1)
-    value = np.stack([_forecast(fit, _counted(counts, known), new) for counts in results], axis=1)
     charge = price * np.asarray(costs)
+    value = _forecasts({key: texts[key] for key in keys}, results, known, asked)
     choices = {"router": (value - charge).argmax(1), "best choice": (rates - charge).argmax(1)}
     for place in range(len(results)):
         choices[f"policy {place + 1}"] = np.full(len(asked), place)
     return {name: _worth(choice, rates, costs) for name, choice in choices.items()}
+
+
+def dispatch(
+    texts: Mapping[str, str], results: Sequence[Counts], costs: Sequence[float], price: float
+) -> dict[str, tuple[int, list[float]]]:
+    """Return the policy for each task with a text, from 0, and the forecasts of all policies.
+
+    The tasks need no results. Raises `ConfigError` if fewer than `FEWEST` have results of all
+    policies.
+    """
+    texts = {key: text for key, text in texts.items() if text}
+    known = [key for key in texts if all(key in counts for counts in results)]
+    if len(known) < FEWEST:
+        raise ConfigError(
+            f"{len(known)} tasks have results of all policies, and at least {FEWEST} are needed: "
+            "they teach the router. Evaluate more tasks"
+        )
+    value = _forecasts(texts, results, known, list(texts))
+    choice = (value - price * np.asarray(costs)).argmax(1)
+    return {
+        key: (int(place), row.tolist())
+        for key, place, row in zip(texts, choice, value, strict=True)
+    }
 
 
 def _counted(counts: Counts, keys: Sequence[str]) -> tuple[Array, Array]:
@@ -95,16 +116,20 @@ def _rates(counts: Counts, keys: Sequence[str]) -> Array:
     return solved / tried
 
 
-def _forecast(fit: Array, counted: tuple[Array, Array], new: Array) -> Array:
-    """Return the forecast success `[n]` at the tasks with embeddings `new`.
+def _forecasts(
+    texts: Mapping[str, str], results: Sequence[Counts], known: Sequence[str], asked: Sequence[str]
+) -> Array:
+    """Return the forecast success of each policy at the tasks `asked`, `[asked, policies]`.
 
-    The forecast is learned from the successes and attempts `counted` at the tasks with embeddings
-    `fit`.
+    One model is trained on the results of all policies at the tasks `known`. It tells policies
+    apart only by their results, which it reads.
     """
-    past = Results(fit, *counted)
+    vectors = dict(zip(texts, embed(list(texts.values())), strict=True))
+    fit, new = (np.stack([vectors[key] for key in half]) for half in (known, asked))
+    histories = [Results(fit, *_counted(counts, known)) for counts in results]
     model = ValueModel(DIMENSIONS, width=WIDTH, lr=RATE)
-    model.train(past, steps=STEPS)
-    return sigmoid(model.logits(new, past))
+    model.train(*histories, steps=STEPS)
+    return np.stack([sigmoid(model.logits(new, past)) for past in histories], axis=1)
 
 
 def _worth(

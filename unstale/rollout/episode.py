@@ -361,7 +361,7 @@ class Rollout:
             self._episode,
             request.task,
             env_seed=env_seed,
-            noise_seed=derive_seed(env_seed, index),
+            noise_seed=derive_seed(env_seed, index) if start.seed is None else start.seed,
             open_writer=partial(open_writer, request.number, index),
             record=record,
             start=start,
@@ -422,7 +422,7 @@ class Rollout:
         may use the whole `budget`. An episode about which a strategy has decided (`Looks`) is not
         repeated.
         """
-        fork, prefix, looks = start
+        fork, prefix, looks, _ = start
         failures = record.failures if record else 0
         if record and record.outcome:
             if looks:
@@ -886,7 +886,9 @@ def _starts(
             continue
         if fork.parent not in parents:
             raise ValueError(f"episode {fork.parent} is not finished: it cannot be forked")
-        starts[index] = Start(fork, fork.prefix_of(parents[fork.parent].pieces))
+        parent = parents[fork.parent]
+        seed = parent.seed if fork.repeats else None
+        starts[index] = Start(fork, fork.prefix_of(parent.pieces), seed=seed)
     return starts
 
 

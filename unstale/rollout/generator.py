@@ -21,7 +21,9 @@ class Generator:
     pins: bool = False
     """True if one weight version must sample a whole episode: the version of its first token."""
     signals: bool = False
-    """True if the engine must return signals, which are statistics of each token's distribution."""
+    """True if replies must have signals: figures of each token's distribution."""
+    precise: bool = False
+    """True if replies must be sampled without rounding, where some of the engines round."""
 
     @property
     def sampling_temperature(self) -> float:
@@ -91,6 +93,7 @@ class Generator:
                 version=transcript.first_version if self.pins else -1,
                 remaining=remaining,
                 signals=self.signals,
+                precise=self.precise or bool(transcript.fork and transcript.fork.repeats),
             )
             reply = await self.engine.sample(transcript.tokens, params)
             if reply.piece.tokens:

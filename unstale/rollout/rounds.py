@@ -42,7 +42,9 @@ class Start(NamedTuple):
     prefix: Sequence[Piece] = ()
     """The pieces (runs of tokens) before the fork, and text that the strategy puts after them."""
     looks: "Looks | None" = None
-    """The places at which the episode waits for a decision. None if it waits at none."""
+    """The places at which the episode waits for a decision."""
+    seed: int | None = None
+    """The seed of the random numbers for sampling. None for one of its own."""
 
 
 NO_FORK = Start()

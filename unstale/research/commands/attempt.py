@@ -98,7 +98,8 @@ add = command(
     argument(
         "--summaries",
         action="store_true",
-        help="compare summaries that the policy writes, instead of last replies",
+        help="compare summaries that the policy writes, instead of last replies; the further "
+        "attempt of --distil reads them, too",
     ),
     argument(
         "--search",

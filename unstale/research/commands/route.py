@@ -1,6 +1,7 @@
 """The command `route`: send tasks to one of several policies, by forecasts of their success."""
 
 import argparse
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from unstale.durability.console import Console
 def _route(chosen: argparse.Namespace) -> int:
     from unstale.envs import task_text
     from unstale.envs.registry import build_taskset, held_out_tasks
-    from unstale.research.route import read_counts, route
+    from unstale.research.route import dispatch, read_counts, route
 
     if len(chosen.saved) < 2:
         raise ConfigError(f"route needs the files of two or more policies, got {len(chosen.saved)}")
@@ -29,6 +30,10 @@ def _route(chosen: argparse.Namespace) -> int:
     texts = {task.key: task_text(taskset, task) for task in tasks}
     results = [read_counts(path) for path in chosen.saved]
     found = route(texts, results, costs, chosen.price)
+    if chosen.out:
+        places = dispatch(texts, results, costs, chosen.price)
+        rows = ({"task": key, "policy": i + 1, "forecasts": p} for key, (i, p) in places.items())
+        chosen.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     if chosen.json:
         print_json({name: asdict(each) for name, each in found.items()})
         return 0
@@ -59,6 +64,12 @@ add = command(
         default=0.0,
         metavar="P",
         help="the success that one unit of cost is worth; default: 0, costs do not count",
+    ),
+    argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the policy for each task, also for tasks without results, as JSON lines",
     ),
     JSON,
 )(_route)

@@ -2,7 +2,8 @@
 
 `unstale techniques` prints it. A row is a paper, and its state is one of four:
 
-works: options turn on what the paper's abstract describes.
+works: options turn on what the paper's abstract describes, for policies that write tokens. Where a
+    paper is about images of diffusion models, `how` says what takes their place.
 partly: options turn on a part of it, and `missing` says in a sentence what is left out.
 diagnostic: the paper measures or compares, and the package measures the same.
 idea only: nothing of it can be turned on as the paper has it. An option may share its idea.
@@ -78,13 +79,13 @@ ROWS: Sequence[Row] = (
         "--techniques rollout_figures measures its criteria, and unstale advise RUN has an index "
         "from symptoms to remedies (docs/advise.md)",
     ),
-    _partly(
+    _works(
         4,
         "Sol-RL",
         "a cheap explorer and a precise trainer",
-        "--engine.quantise nvfp4 with --techniques episode_filter --episode_filter.rule contrast",
-        "The chosen samples are not generated again in high precision, and image models are "
-        "missing.",
+        "--techniques regenerate --engine.quantise nvfp4 --engine.processes 2 "
+        "--engine.precise_engines 1 --schedule.group_size 16, for replies in the place of images; "
+        "episode_filter with the rule contrast trains on explored episodes themselves",
     ),
     _works(
         5,
@@ -104,13 +105,14 @@ ROWS: Sequence[Row] = (
         "XRPO",
         "episodes where the mean is uncertain, examples, a bonus for unlikely correct replies",
         "--techniques 'allocate exemplars novelty' --allocate.gain interval --objective.placed "
-        "guided --selection.pool N",
+        "guided --selection.pool N --schedule.group_size 4",
     ),
     _works(
         8,
         "VADE",
         "tasks drawn from a Beta posterior",
-        "--techniques beta_sampler --selection.pool N",
+        "--techniques beta_sampler --selection.pool N --beta_sampler.keep 0.9, which forgets a "
+        "task's results at its visits, and --beta_sampler.decay those of all tasks",
     ),
     _works(
         9,
@@ -123,7 +125,8 @@ ROWS: Sequence[Row] = (
         10,
         "MC-GRPO",
         "the median as the baseline",
-        "--techniques baseline --baseline.centre median --baseline.scale mad",
+        "--techniques baseline --baseline.centre median --baseline.scale mad "
+        "--schedule.group_size 9",
     ),
     _partly(
         11,
@@ -131,28 +134,31 @@ ROWS: Sequence[Row] = (
         "decoupled modules, varying counts, entropy steps",
         "the recipe dart: allocate has varying counts, limits the lengths, replay stored "
         "successes, top_turns the steps of high entropy, and the ratio is truncated; --techniques "
-        "bus --bus.load RUN --bus.when failed has successes collected before the run",
-        "Screenshots are missing.",
+        "'bus top_turns' --bus.load RUN --bus.when failed --objective.placed anchor has successes "
+        "collected before the run",
+        "Successes from before the run cannot be used together with varying counts and lengths, "
+        "and the recipe was not run on screenshots.",
     ),
     _works(
         12,
         "LATR",
         "branches at uncertain tokens, looked ahead",
-        "--techniques 'tree tree_advantage' --tree.branch second --tree.prune similar",
+        "--techniques 'tree tree_advantage' --tree.branch second --tree.prune similar, and "
+        "--tree.spare 0 to prune all that are similar",
     ),
     _works(
         13,
         "BroRL, arXiv 2510.01180",
         "very large groups",
-        "--schedule.group_size 256, and --techniques balance measures what a group leaves out",
+        "--schedule.group_size 256 --techniques balance, which measures what a group leaves out",
     ),
-    _partly(
+    _works(
         14,
         "BranchGRPO",
         "advantages by depth of a tree",
-        "--techniques 'tree tree_advantage' --tree_advantage.rule depth "
-        "--tree_advantage.kept_depths 0.5 is advantage and pruning of gradients",
-        "It is for language models: the paper's image models are missing.",
+        "--techniques 'tree tree_advantage' --tree_advantage.rule depth --tree_advantage.fusion "
+        "path --tree_advantage.kept_depths 0.5 --tree_advantage.kept_leaves extremes, for trees of "
+        "tokens in the place of denoising steps",
     ),
     _works(
         15,
@@ -164,7 +170,7 @@ ROWS: Sequence[Row] = (
         16,
         "VCPO, arXiv 2602.17616",
         "step size by effective sample size; an off-policy baseline",
-        "--techniques ess_lr is the step size, least_variance_baseline the baseline",
+        "--techniques 'ess_lr least_variance_baseline'",
     ),
     _idea(
         17,
@@ -195,52 +201,58 @@ ROWS: Sequence[Row] = (
         21,
         "D3S",
         "episodes with the largest variance of advantages, and their tokens",
-        "--techniques 'episode_filter top_tokens' with larger groups, such as "
-        "--schedule.group_size 16",
+        "--techniques 'episode_filter top_tokens' --episode_filter.n 4 --episode_filter.last 12 "
+        "--schedule.group_size 16, fewer at first and more at the end",
     ),
     _works(
         22,
         "RollArt",
         "phases on the hardware that fits them",
-        "--engine.prefill_engines sends requests to groups of engines by phase, and with "
-        "--cluster.engine_hosts to groups of machines; judges are called off the event loop, "
-        "as many at once as their endpoint bears (docs/rewards.md)",
+        "--engine.processes 4 --engine.prefill_engines 2 sends requests to groups of engines by "
+        "phase, and with --cluster.engine_hosts to groups of machines; judges are called off the "
+        "event loop, as many at once as their endpoint bears (docs/rewards.md)",
     ),
     _works(
         23,
         "Turn control",
         "a limit of turns at a quantile, and extensions on demand",
-        "--techniques limits, with --limits.extend for extensions; unstale eval and unstale serve "
-        "with --limit-turns",
+        "--techniques limits --limits.extend 4, for a fixed limit without extend; unstale eval and "
+        "unstale serve with --limit-turns",
     ),
     _works(
         24,
         "rStar2 GRPO-RoC, arXiv 2508.20722",
         "the cleanest successes of a larger group",
-        "--techniques episode_filter --episode_filter.rule clean_success, with "
-        "--schedule.group_size above --episode_filter.n",
+        "--techniques episode_filter --episode_filter.rule clean_success --episode_filter.n 8 "
+        "--schedule.group_size 16",
     ),
     _works(
         25,
         "Group-DRO",
         "difficulty bins with weights, and a number of episodes for each",
-        '--techniques "difficulty_bin_weights bin_sizes" --selection.pool N; allocate with gain '
-        "sqrt_law has no bins",
+        "--techniques 'difficulty_bin_weights bin_sizes' --bin_sizes.rule weights --selection.pool "
+        "N, or bin_sizes.rule sqrt; allocate with gain sqrt_law has no bins",
     ),
-    _works(26, "GDPO", "each reward normalised on its own", "--techniques reward_channels"),
+    _works(
+        26,
+        "GDPO",
+        "each reward normalised on its own",
+        "--techniques 'tool_bonus reward_channels', or only reward_channels where the environment "
+        "has several rewards",
+    ),
     _works(
         27,
         "DARS",
         "more episodes on hard tasks",
-        "--techniques allocate, with --advantage.estimator rloo_first; its breadth is "
-        "--schedule.groups_per_step and --trainer.epochs_per_batch 2",
+        "--techniques allocate --advantage.estimator rloo_first --schedule.groups_per_step 32 "
+        "--trainer.epochs_per_batch 2, of which the last two are its breadth",
     ),
     _works(
         28,
         "DRIVE",
         "two stages of tasks and counts",
-        "--techniques hard_task_stages --selection.pool N, with --hard_task_stages.first_reply "
-        "for the shorter replies of the first stage",
+        "--techniques hard_task_stages --selection.pool N --hard_task_stages.first_reply 32, the "
+        "shorter replies of the first stage; for large pools also --selection.candidates N",
     ),
     _works(
         29,
@@ -248,7 +260,8 @@ ROWS: Sequence[Row] = (
         "a value from the history of outcomes: budgets before the rollout, and a router",
         "--techniques 'predicted_sampler allocate' --predicted_sampler.forecast model "
         "--allocate.gain v0 --allocate.forecast sampler --selection.pool N, with a small model "
-        "that is trained in the run; unstale route sends tasks to one of several policies",
+        "that is trained in the run; unstale route --out FILE sends tasks to one of several "
+        "policies by a model of all of them",
     ),
     _works(
         30,
@@ -518,6 +531,7 @@ WISHES: Mapping[str, Sequence[str]] = {
         "difficulty_bin_weights",
         "hard_task_stages",
         "predicted_sampler",
+        "regenerate",
         "replay",
     ),
     "test time: a better answer from several attempts": ("unstale attempt",),

@@ -8,7 +8,9 @@ branch of a fork counts the same. w(e) is the product of 1 / branches over the f
 is the mean of V over the other branches of the nearest fork above e, or over the other trees.
 `pooled`: A(e) = M / N times the sum, over the leaves below e, of R minus the mean reward of all N
 leaves. `depth`: A(e) = M / n times (V(e) - mean) / deviation, over the n edges at the same number
-of tokens; V is the mean reward of the leaves. That is BranchGRPO's rule.
+of tokens; V is the mean reward of the leaves, or with `fusion` = path that of the branches of the
+next fork, weighted by the probability of their tokens. That is BranchGRPO's rule, in which the
+places of a tree are the denoising steps of an image.
 
 `tree.prune` ends episodes early, at random if `tree.spare` is above 0. In `loo`, a leaf that
 survived a random draw has the weight s = 1 / probability, and one that did not has s = 0: A(e) is
@@ -23,15 +25,16 @@ episodes between the best and the worst one of a group (`kept_leaves`), get the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from unstale.config.checks import ConfigError, Range, Section
 from unstale.config.techniques import Entry
-from unstale.records import SURVIVAL, Group, ScoredTrajectory, Trajectory
+from unstale.records import SURVIVAL, Group, Sampled, ScoredTrajectory, Trajectory, walk
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -45,8 +48,15 @@ TINY = 1e-6
 class TreeAdvantageConfig(Section):
     """Advantages for episodes that are forked from others of their group."""
 
+    selector: ClassVar[str] = "rule"
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = {"fusion": ("depth",)}
+
     rule: Literal["loo", "pooled", "depth"] = "loo"
     """The rule by which the advantage of a token is computed. Only `loo` is unbiased."""
+    fusion: Literal["leaves", "path"] = "leaves"
+    """Only for `depth`: the value of a place is the mean reward of the leaves below it, or the mean
+    of the branches of each fork, weighted by the probabilities with which the engine sampled them.
+    """
     kept_depths: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of the levels of a tree whose tokens are trained on; other tokens have the advantage 0.
     A level is all tokens with the same number of forks before them. The first trained level
@@ -84,6 +94,28 @@ class Edge:
     def value(self) -> float:
         """The weighted mean reward of the leaves below the edge, as in `over`."""
         return self.over(0.0)
+
+    def fused(self) -> float:
+        """Return the reward below the edge: that of its branches by their probabilities.
+
+        Pruned branches are left out. At least one leaf must be below the edge.
+        """
+        kept = [each for each in self.below if any(each.leaves())]
+        if not kept:
+            return self.trajectory.reward
+        logps = [each.logp() for each in kept]
+        weights = [math.exp(logp - max(logps)) for logp in logps]
+        pairs = zip(weights, kept, strict=True)
+        return math.fsum(weight * each.fused() for weight, each in pairs) / math.fsum(weights)
+
+    def logp(self) -> float:
+        """Return the log-probability of the edge's sampled tokens when the engine drew them."""
+        total = 0.0
+        for start, piece, _ in walk(self.trajectory.pieces):
+            if isinstance(piece, Sampled):
+                low, high = max(self.start - start, 0), max(self.end - start, 0)
+                total += math.fsum(piece.behavior_logp[low:high])
+        return total
 
     def leaves(self) -> Iterator[Trajectory]:
         """Yield the episodes that contain the edge and were not pruned."""
@@ -187,7 +219,8 @@ class TreeAdvantage:
 
     def __init__(self, options: TreeAdvantageConfig) -> None:
         self._options = options
-        self._rule = RULES[options.rule]
+        is_fused = options.rule == "depth" and options.fusion == "path"
+        self._rule = partial(depth, value=Edge.fused) if is_fused else RULES[options.rule]
 
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
         scored = []
@@ -270,10 +303,14 @@ def pooled(roots: Sequence[Edge]) -> Advantages:
         yield each.trajectory, each.start, each.end, len(roots) / len(rewards) * total
 
 
-def depth(roots: Sequence[Edge]) -> Advantages:
-    """Yield advantages by the rule `depth`, which compares edges at the same token (BranchGRPO)."""
+def mean_of_leaves(edge: Edge) -> float:
+    return fmean(leaf.reward for leaf in edge.leaves())
+
+
+def depth(roots: Sequence[Edge], value: Callable[[Edge], float] = mean_of_leaves) -> Advantages:
+    """Yield the advantages that compare the edges at the same number of tokens (BranchGRPO)."""
     edges = [edge for root in roots for edge in root.edges() if any(edge.leaves())]
-    values = [fmean(leaf.reward for leaf in each.leaves()) for each in edges]
+    values = [value(each) for each in edges]
     cuts = sorted({place for each in edges for place in (each.start, each.end)})
     for start, end in pairwise(cuts):
         level = [i for i, each in enumerate(edges) if each.start <= start and end <= each.end]

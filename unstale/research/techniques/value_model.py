@@ -159,21 +159,27 @@ class ValueModel:
             found = self._logits(torch.from_numpy(vectors), past, own=False)
         return np.asarray(found.numpy())
 
-    def train(self, past: Results, *, steps: int) -> None:
-        """Take `steps` optimizer steps on the past groups, of which there must be at least two.
+    def train(self, *histories: Results, steps: int) -> None:
+        """Take `steps` optimizer steps on histories of at least two groups each.
 
-        Each group is forecast from the others.
+        Each group is forecast from the others of its history. With the histories of several
+        policies, the model learns to read from a history what its policy can do.
         """
         import torch
 
-        x, solved, sizes = map(torch.from_numpy, (past.vectors, past.solved, past.sizes))
-        self._fit_size(x.shape[1])
+        self._fit_size(histories[0].vectors.shape[1])
         for _ in range(steps):
             for value in self._weights.values():
                 value.requires_grad_()
-            loss = value_loss(self._logits(x, past, own=True), solved, sizes)
-            loss = loss + PENALTY * self._weights["words"].square().sum() / sizes.sum()
+            loss = torch.stack([self._loss(past) for past in histories]).mean()
             self._step(torch.autograd.grad(loss, list(self._weights.values())))
+
+    def _loss(self, past: Results) -> Tensor:
+        import torch
+
+        x, solved, sizes = map(torch.from_numpy, (past.vectors, past.solved, past.sizes))
+        loss = value_loss(self._logits(x, past, own=True), solved, sizes)
+        return loss + PENALTY * self._weights["words"].square().sum() / sizes.sum()
 
     def _fit_size(self, size: int) -> None:
         """Create a weight for each of `size` features, before the first training."""
