@@ -182,7 +182,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = SHIPPED_POLICIES.get(options.model) or model_folder(options.model, convert=True)
     policy = Policy.load(folder, dtype="bfloat16")
-    prompts = {
+    prompts: dict[str, Any] = {
         kind: [
             policy.tokenizer.apply_chat_template(
                 [{"role": "user", "content": each}], add_generation_prompt=True, return_dict=False

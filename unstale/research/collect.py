@@ -20,9 +20,10 @@ class CollectedTasks(NotedTasks):
 
     def __init__(self, inner: Taskset) -> None:
         """Keep none so far. Raises `ConfigError` if an environment cannot tell its success."""
+        name = inner.name
         if implements(inner, RewardCombiner):
             raise ConfigError(
-                f"--collect cannot be used with {inner.name}: it has combine(), so its "
+                f"--collect cannot be used with {name}: it has combine(), so its "
                 "environments do not know which episodes succeed"
             )
         super().__init__(inner, {})
