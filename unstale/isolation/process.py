@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -15,7 +16,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -347,8 +347,10 @@ def _wait_for_end(pid: int, timeout_s: float = _KILL_S) -> os.waitid_result | No
     The process is not reaped, so no other process gets its number.
     """
     descriptor = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
     try:
-        if not wait([descriptor], timeout_s):
+        if not poll.poll(timeout_s * 1000):
             return None
         return os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
     finally:

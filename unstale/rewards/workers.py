@@ -7,12 +7,12 @@ most libraries, but the kernel can end a process.
 import atexit
 import json
 import os
+import select
 import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import wait
 from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import Any
@@ -66,8 +66,10 @@ class Worker:
         """
         assert self._process.stdout
         line = b""
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
         try:
-            if not wait([self._process.stdout.fileno()], WALL_S):
+            if not poll.poll(WALL_S * 1000):
                 raise EnvError(f"the process of {self._program} gave no answer for {WALL_S:g} s")
             line = self._process.stdout.readline().strip()
         finally:

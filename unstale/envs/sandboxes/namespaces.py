@@ -7,6 +7,7 @@ sandbox. `holder.py` is the process that makes the namespaces.
 import asyncio
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +157,10 @@ class NamespaceSandbox:
 
     def _stop(self) -> None:
         end = os.pidfd_open(self._process.pid)
+        poll = select.poll()
+        poll.register(end, select.POLLIN)
         try:
-            wait([end], _CLOSE_S)  # until all processes of the sandbox have ended
+            poll.poll(_CLOSE_S * 1000)  # until all processes of the sandbox have ended
         finally:
             os.close(end)
             self._process.kill()
