@@ -207,13 +207,13 @@ def repairs() -> MadeTasks:
     return MadeTasks("repairs", repair)
 
 
-def _run(tasks: str, start: int, trainer: TrainerConfig, groups: int) -> RunConfig:
+def _run(tasks: str, start: int, trainer: TrainerConfig) -> RunConfig:
     return RunConfig(
         recipe=f"train_{tasks}",
         max_steps=45,
         task=TaskConfig(env=f"examples.terminal_tasks:{tasks}"),
         sft=SftConfig(steps=start, demonstrations=4096, batch=24, lr=2e-3),
-        schedule=ScheduleConfig(max_staleness=2, groups_per_step=groups, group_size=8),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
         engine=EngineConfig(max_context=512, max_completion_tokens=64),
         rollout=RolloutConfig(max_turns=4),
         trainer=trainer,
@@ -223,9 +223,9 @@ def _run(tasks: str, start: int, trainer: TrainerConfig, groups: int) -> RunConf
 
 def train_jobs() -> RunConfig:
     """Jobs in a shell, with the small model of the package and a supervised start."""
-    return _run("jobs", 450, TrainerConfig(lr=1e-3, warmup_steps=3), 16)
+    return _run("jobs", 450, TrainerConfig(lr=1e-3, warmup_steps=3))
 
 
 def train_repairs() -> RunConfig:
     """Small repositories with a bug, likewise."""
-    return _run("repairs", 450, TrainerConfig(lr=5e-4, warmup_steps=3), 16)
+    return _run("repairs", 1500, TrainerConfig(lr=5e-4, warmup_steps=3))
