@@ -47,7 +47,9 @@ MAX_LAG = 5
 """Lag (staleness) of the last of the colours of tokens, which also stands for all larger lags."""
 
 OUTCOME_NAMES = (*OUTCOMES, KEPT, SKIPPED)
-"""Names of the outcomes of a token. Arrays have the positions of outcomes in this list."""
+"""What can happen to a trained token in the loss, for example `masked` or `kept`. Arrays of
+outcomes hold positions in this list.
+"""
 
 EXACTNESS = ("all", "exact", "approximated")
 
