@@ -54,10 +54,9 @@ def add_ages(writer: sqlite3.Connection, ages: Counter[tuple[int, int]]) -> None
 def add_ages_of(
     journal: JournalReader, writer: sqlite3.Connection, episodes: Iterable[int], version: int
 ) -> None:
-    """Count the tokens of several episodes, read from the journal, and add them to the table
-    `ages`.
+    """Count the tokens of several episodes in the journal, and add them to the table `ages`.
 
-    `version` is the version of the policy that was trained on the episodes.
+    `version` is that of the policy that was trained on them.
     """
     found: Counter[tuple[int, int]] = Counter()
     for episode in episodes:

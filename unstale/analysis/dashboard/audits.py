@@ -35,13 +35,13 @@ NOISE_TIMES = 3.0
 """`old_logp` counts as exact if its mean error is at most this multiple of the numerical noise."""
 
 LEAK = 0.1
-"""The verdict on a route names a leak above this share. A leak is the part of log S that the route
-counts as log D, or the part of log D that it counts as log S.
+"""Share above which the verdict on a route names a leak: the part of log S that the route counts as
+log D, or of log D as log S.
 """
 
 AGREEMENT = 0.95
-"""The verdict on a route names an F1 below this value. F1 compares the tokens that are dropped or
-clipped with the route's `old_logp` and with the true one.
+"""F1 below which the verdict on a route says that it drops or clips other tokens than the true
+`old_logp` would.
 """
 
 

@@ -430,7 +430,6 @@ _UNITS = {
     "_share": "share",
     "_rate": "share",
 }
-"""Unit of a metric, by the end of the metric's name."""
 
 _OF_ROW = ("step", "time_s", "version", "eval/version")
 _BY_LAG = "/lag_"
@@ -609,8 +608,8 @@ def _as_json(chart: Chart, lines: Mapping[str, str]) -> Row:
 
 
 def _by_lag(left: dict[str, None]) -> list[Row]:
-    """Return a plot for each metric that is recorded by lag (staleness), with lines for the first
-    `MAX_LINES` lags. Remove the names of all its lags from `left`.
+    """Return a plot for each metric that is recorded by lag (staleness), with a line for each of
+    its first `MAX_LINES` lags. Remove the metric's names from `left`.
     """
     lags: dict[str, dict[int, str]] = {}
     for name in left:
@@ -675,7 +674,6 @@ def _by_engine(left: dict[str, None]) -> list[Row]:
 
 
 def _single(names: Sequence[str], left: dict[str, None]) -> list[Row]:
-    """Return a plot for each metric in `names`, and remove the names from `left`."""
     charts = []
     for name in names:
         left.pop(name, None)

@@ -121,7 +121,6 @@ class _IdleReaders:
         self._idle: list[tuple[Path, sqlite3.Connection]] = []
 
     def take(self, path: Path) -> sqlite3.Connection:
-        """Return an idle connection to the database at `path`, or a new one if none is idle."""
         with self._lock:
             for place, (own, reader) in enumerate(self._idle):
                 if own == path:
@@ -161,7 +160,6 @@ class Database:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._writer: sqlite3.Connection | None = None
-        """The connection that writes. None while it is closed."""
         self._reading = threading.local()
         """Values of the current thread. `reader` is its open connection, or None if it is not
         reading.

@@ -110,9 +110,8 @@ class TokenChoice:
                 raise BadQuestion(f"{name}_min must be <= {name}_max, got {low} and {high}")
 
     def contains(self, lag: Any, flags: Any) -> Any:
-        """Return a mask `[n]` of the tokens with a chosen lag and exactness. Steps are not tested.
-
-        `lag` and `flags` are the columns of `TokenColumns`.
+        """Return a mask `[n]` of the tokens with a chosen lag and exactness. Steps are not
+        tested.
         """
         where = np.ones(len(lag), bool)
         if self.lag_min is not None:
@@ -361,7 +360,7 @@ def outcome_codes(flags: Any, *, run: Any) -> Any:
     """Return the outcome of each token as a position in `OUTCOME_NAMES`, `[n]` uint8.
 
     `flags` are sums of `TokenFlag` values. `run` is True if a training pass was run on the token's
-    episode: one value for all tokens, or one for each.
+    episode, for all tokens or for each.
     """
     names = list(OUTCOME_NAMES)
     other = np.where(run, names.index(KEPT), names.index(SKIPPED))

@@ -255,7 +255,6 @@ def _spans(database: Database) -> list[Row]:
 
 
 def _factors(folder: Path) -> Row | None:
-    """Return the data of the plot of D and S. None if the journal cannot be read."""
     try:
         found = TokenCache().read(folder, TokenChoice())
         return dict(_short(answer(found, Brush(), limits.of_run(folder), TOKEN_POINTS), 4))

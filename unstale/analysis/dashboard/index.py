@@ -1,6 +1,5 @@
-"""Copy a run's metrics, events and journal into its index (an SQLite database), part by part.
-
-Each part is limited in size, which limits its duration and memory.
+"""Copy a run's metrics, events and journal into its index (an SQLite database), one bounded part at
+a time.
 """
 
 import os
@@ -269,11 +268,11 @@ class RunIndex:
         return bool(rows)
 
     def update_journal(self) -> bool:
-        """Do the next part of the work: copy a part of the journal, or make a requested database
-        index.
+        """Copy a part of the journal, or make a requested database index. Return False if nothing
+        was left.
 
-        Return False if there was nothing left to do. If the journal cannot be read, `problem` has
-        the reason, and a later call tries again when the file has changed.
+        If the journal cannot be read, `problem` has the reason, and a later call tries again when
+        the file has changed.
         """
         state = _state(self.folder)
         if self.is_complete and state == self._state and not self.lacks_words:
@@ -377,8 +376,7 @@ class RunIndex:
     ) -> tuple[int, bool]:
         """Copy those of the episodes `open_` that have ended, up to the limits of a transaction.
 
-        Return the number of copied episodes, and True if no limit was reached, so that all are
-        copied.
+        Return the number of copied episodes, and False if a limit was reached.
         """
         copied = tokens = 0
         is_last = True
@@ -438,8 +436,7 @@ class RunIndex:
     def _searched_text(self, episode: int, pieces: Sequence[Piece]) -> str:
         """Return the text of an episode for the full-text index.
 
-        Return "" if no search was requested, and note that the text is missing. Return "", too, if
-        tokens cannot be decoded.
+        If no search was requested, return "" and note that the text is missing.
         """
         if self._decode is None:
             return ""
@@ -474,8 +471,8 @@ class RunIndex:
 
 
 def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-    """Yield a row of the journal for each of the episodes `open_` that has ended: how it ended, its
-    group, and the step that trained on it.
+    """Yield a row of the journal for each of the episodes `open_` that has ended: its end and
+    training.
     """
     for start in range(0, len(open_), CHUNK_EPISODES):
         part = open_[start : start + CHUNK_EPISODES]
@@ -494,8 +491,7 @@ def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, .
 def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
     """Add an episode that has begun to the table of episodes, as open.
 
-    An episode with another seed than the first episode in its place of the group is a branch (a
-    further conversation of the same episode). With the same seed it is a further attempt.
+    A further attempt at an episode has the same seed. A branch (further conversation) has another.
     """
     episode, group, sibling, seed, env, split, task = row
     first = writer.execute(

@@ -63,7 +63,6 @@ class Indexer:
         """Name of a run -> time at which its journal was last read."""
         self._searched = -SEARCH_S
         self._made = 0
-        """Number of indexes made so far, from which the next index gets its file name."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopped = False
@@ -151,7 +150,6 @@ class Indexer:
         return more
 
     def _is_looked_at(self, name: str) -> bool:
-        """Return True if a run's page or episodes were requested less than `WATCHED_S` ago."""
         last = max(self._asked.get(name, -WATCHED_S), self._shown.get(name, -WATCHED_S))
         return self._clock() - last < WATCHED_S
 
@@ -179,7 +177,6 @@ class Indexer:
         return self._for_a_while(index, count)
 
     def _forget(self, name: str) -> None:
-        """Close and delete the index of a run whose folder was removed, if there is an index."""
         with self._lock:
             index = self._indexes.pop(name, None)
         if index is not None:

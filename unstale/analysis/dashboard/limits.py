@@ -1,8 +1,7 @@
 """The limits that a run's options set on D and S, as lines in a plot of log D and log S.
 
-A correction limits log D, a clip limits log S. A line has a field `on`: `d` for a vertical line at
-a value of log D, `s` for a horizontal line at a value of log S, `ds` for a diagonal line at a value
-of their sum. Its field `at` is the value in nats.
+A correction limits log D, a clip limits log S. A line is `on` log D (`d`, vertical), on log S (`s`,
+horizontal) or on their sum (`ds`, diagonal), and `at` is its value in nats.
 """
 
 import math
@@ -68,8 +67,8 @@ def of_training(folder: Path, training: Row) -> Row:
     """Return the row `training` with the run's limits on D and S, and the gradient of each token.
 
     `training` has the values of an episode's tokens in the step that trained on it.
-    `bounds.explain` describes the result. If the options of the run cannot be read, there are no
-    limits and no gradients, and `problem` has the reason. Otherwise it is "".
+    `bounds.explain` describes the result. If the options of the run cannot be read, the result has
+    no limits and no gradients, and `problem` has the reason. It is "" otherwise.
     """
     try:
         config = own_config(folder)
@@ -83,8 +82,7 @@ def of_training(folder: Path, training: Row) -> Row:
 def of_run(folder: Path) -> Row:
     """Return the `lines` of a run, and `sentences` that explain them and the ratios.
 
-    If the options of the run cannot be read, both are empty, and `problem` has the reason.
-    Otherwise it is "".
+    Both are empty if the options of the run cannot be read. `problem` has the reason, or is "".
     """
     try:
         config = own_config(folder)

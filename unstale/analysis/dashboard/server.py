@@ -416,7 +416,6 @@ class _Api:
 
 
 def _read_pages() -> Mapping[str, tuple[bytes, str]]:
-    """Return the content and content type of each file of the pages, by its path in the address."""
     found: dict[str, tuple[bytes, str]] = {}
     static = files("unstale.analysis.dashboard").joinpath("static")
     for prefix, folder in (("", static), ("vendor/", static.joinpath("vendor"))):

@@ -49,8 +49,8 @@ def state_of(index: RunIndex, *, now: float | None = None) -> Row:
     since the last write.
 
     `state` is `finished`, `failed`, `stopped`, `live` or `silent`. A silent run has no recorded end
-    and wrote nothing for `LIVE_S` seconds, because it was killed or is in a long step. `now` is the
-    present time in seconds since 1970, by default that of the clock.
+    and wrote nothing for `LIVE_S` seconds. It was killed or is in a long step. `now` is in seconds
+    since 1970, by default the present time.
     """
     age = (time.time() if now is None else now) - last_write(index.folder)
     events = index.state_events
@@ -99,7 +99,6 @@ def _events(database: Database, kind: str) -> list[Row]:
 
 
 def _shown(evaluation: HeldOut) -> Row:
-    """Return an evaluation's values with the texts about it that pages show."""
     return asdict(evaluation) | {
         "interval": evaluation.interval,
         "share": evaluation.share,
@@ -213,10 +212,7 @@ def _semantics(config: RunConfig, exact_share: float | None) -> list[list[str]]:
 
 
 def _end(described: Row, error: str) -> str:
-    """Return a sentence on how a run ended, or "" if its end is not recorded.
-
-    `described` is the result of `describe`, and `error` the traceback of a failed run or "".
-    """
+    """Return a sentence on how a run ended, or "" if its end is not recorded."""
     reason, detail = described["reason"], described["detail"]
     if described["state"] == "failed" or (error and not reason):
         return f"The run failed: {detail or error.rpartition(chr(10))[2]}"
@@ -225,10 +221,9 @@ def _end(described: Row, error: str) -> str:
 
 
 def _command(name: str, folder: Path, started: Row, config: Row) -> Row:
-    """Return a command that repeats a run's training, and a sentence on where the command is from.
+    """Return a command that repeats a run's training, and a sentence on the command's origin.
 
-    `started` is the event of the run's start, and `config` has its options. Both texts are empty if
-    no command is known.
+    Both are empty if no command is known. `started` is the event of the run's start.
     """
     if isinstance(command := started.get("command"), str):
         about = "The command that started this run."
@@ -315,10 +310,8 @@ def series(
 
 
 def thin(rows: Sequence[tuple[int, float]], points: int) -> list[tuple[int, float]]:
-    """Return about `points` rows, which are pairs of a step and a value, so that no peak is lost.
-
-    The rows are divided into parts of equal length. The smallest and the largest value of each part
-    are kept, and the first and the last row.
+    """Return about `points` pairs of a step and a value: the first, the last, and the smallest and
+    largest value of each of several equal parts, so that no peak is lost.
 
     >>> thin([(0, 0.0), (1, 9.0), (2, 0.0), (3, -1.0), (4, 0.0), (5, 2.0), (6, 1.0)], 4)
     [(0, 0.0), (1, 9.0), (3, -1.0), (5, 2.0), (6, 1.0)]
@@ -448,11 +441,6 @@ def _checks(index: RunIndex) -> list[Row]:
 
 
 def _figures(database: Database, setting: Callable[..., Any]) -> Row:
-    """Return the key figures of a run over its steps, such as the largest staleness and the number
-    of trained tokens.
-
-    `setting` returns the value of an option.
-    """
     ((stalest,),) = _aggregate(database, "max", "schedule/staleness_max")
     bounds = database.rows(
         "SELECT value FROM metrics WHERE name = (SELECT id FROM names WHERE name = "

@@ -77,9 +77,8 @@ class Question:
 
 
 def parse_filter(text: str) -> list[Condition]:
-    """Return the conditions of a filter, which are separated by spaces.
-
-    Raises `BadQuestion` if there are more than `MAX_CONDITIONS`, or if one is not valid.
+    """Return the conditions of a filter. Raises `BadQuestion` if one is not valid or there are too
+    many.
 
     >>> parse_filter("reward>=0.5 stop=done")[0].sql
     'reward >= ?'
@@ -230,9 +229,6 @@ def as_row(values: Sequence[Any], names: Sequence[str]) -> Row:
 
 
 def _add_figures(reader: Any, rows: Sequence[Row]) -> None:
-    """Add `figures` to each row: the rewards and facts of its episode, by name such as
-    `reward:NAME`.
-    """
     for row in rows:
         figures = reader.execute(
             "SELECT name, value FROM figures WHERE episode = ? ORDER BY name", (row["episode"],)

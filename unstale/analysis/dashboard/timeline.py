@@ -74,8 +74,8 @@ def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) 
 
 
 def _parts(rows: Sequence[tuple[Any, ...]], start: float, end: float) -> list[list[Any]]:
-    """Return `[lane, shares]` for each lane (row of the timeline). The range is divided into
-    `PARTS` equal parts, and `shares` has the share of each that the lane's activities cover.
+    """Return `[lane, shares]` for each lane (row of the timeline): the share of each of `PARTS`
+    equal parts of the range that the lane's activities cover.
     """
     edges = np.linspace(start, max(end, start + 1e-9), PARTS + 1)
     lanes: dict[str, list[tuple[float, float]]] = {}

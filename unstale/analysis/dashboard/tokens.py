@@ -60,8 +60,8 @@ def episode(
     Trained tokens have the values of `step`, by default the first step that trained on them, with
     the run's limits on D and S (`limits.of_training`). Lags (staleness) are those in this step.
 
-    Raises `UnknownEpisode`, `NotYet` if the episode is not in the index yet, `JournalError` if the
-    journal is damaged, and `BadQuestion` if an argument is not valid.
+    Raises `UnknownEpisode`, `NotYet`, `JournalError` if the journal is damaged, and `BadQuestion`
+    if an argument is not valid.
     """
     if start < 0 or not 1 <= limit <= MAX_TOKENS:
         raise BadQuestion(f"start must be >= 0 and limit between 1 and {MAX_TOKENS}")
@@ -202,8 +202,6 @@ def _missing(index: RunIndex, what: str) -> UnknownEpisode | NotYet:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """What the journal has of an episode."""
-
     pieces: Sequence[Piece]
     trained_version: int | None
     """Version of the policy that was first trained on the episode. None if it was not trained
@@ -224,10 +222,8 @@ class _Recorded:
         return sum(len(piece.tokens) for piece in self.pieces)
 
     def shown(self, decode: Decode | None, *, start: int, limit: int) -> Row:
-        """Return `limit` tokens from position `start` on, with their texts and their values in
-        training.
-
-        Without `decode`, there are no texts.
+        """Return `limit` tokens from position `start` on, with their texts (with `decode`) and
+        values in training.
         """
         training = self.training
         version = training["version"] if training else self.trained_version
@@ -274,8 +270,6 @@ class _Recorded:
 def _read(journal: JournalReader, row: Row, step: int | None = None) -> _Recorded:
     """Read an episode from the journal, with its values in `step`, by default the first step that
     trained on it.
-
-    `row` is its row in the table of episodes.
     """
     group, episode = int(row["group_number"]), int(row["episode"])
     trained = journal.rows("SELECT version FROM consumed WHERE number = ?", group)
@@ -315,9 +309,7 @@ def texts(tokens: Sequence[int], decode: Decode) -> list[str]:
 
 
 def _texts_in_context(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text of each token, for tokenizers that decode a token differently after
-    others.
-    """
+    """Return the text of each token, for a tokenizer that decodes it by the tokens before it."""
     parts = []
     for at in range(len(tokens)):
         begin = max(0, at - JOINED)

@@ -112,7 +112,6 @@ def cut(tokens: Row, start: int, end: int) -> Row:
 
 
 def _listed(values: Any) -> list[float | None]:
-    """Return an array as a list, with None for values that are not finite."""
     return [_finite(value) for value in values.tolist()]
 
 
