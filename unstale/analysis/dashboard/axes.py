@@ -15,8 +15,8 @@ def positions(database: Database, axis: str, steps: Sequence[int]) -> list[float
     recorded.
 
     The place on the axis `seconds` is the time since the start of the first step, without
-    evaluations. The place on `tokens` is the number of sampled tokens in all groups trained on up
-    to the step. Raises `BadQuestion` for another axis.
+    evaluations. The place on `tokens` is the number of tokens sampled for the groups trained on up
+    to the step, without replayed groups. Raises `BadQuestion` for another axis.
     """
     if axis not in AXES:
         raise BadQuestion(f"x must be one of {', '.join(AXES)}, got {axis!r}")

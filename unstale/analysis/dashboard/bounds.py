@@ -1,8 +1,8 @@
 """The bounds that a run's options set on D, S and D S, and their effect on a token's gradient.
 
-A correction bounds D, an objective bounds S, and `objective.ratio_cap` bounds D S. One page of the
-dashboard draws the bounds as lines in a plot of D and S. The page of an episode lists them beside
-the numbers of a token.
+log D is old_logp - behavior_logp, and log S is logp - old_logp. A correction bounds D, an objective
+bounds S, and `objective.ratio_cap` bounds D S. One page of the dashboard draws the bounds as lines
+in a plot of D and S. The page of an episode lists them beside the numbers of a token.
 """
 
 import math

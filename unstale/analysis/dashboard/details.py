@@ -38,7 +38,7 @@ def details(database: Database) -> Row:
 def engines(database: Database) -> list[Row]:
     """Return a row for each engine: its last metrics, and how often it was lost and restarted.
 
-    Empty for runs without metrics by engine, which old runs are.
+    Empty for old runs, which recorded no metrics by engine.
     """
     found: dict[int, Row] = {}
     rows = database.rows(

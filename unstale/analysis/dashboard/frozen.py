@@ -37,7 +37,7 @@ from unstale.durability.run_folder import (
 )
 
 READ_S = 60.0
-"""Seconds after which the copying of a long run's journal for the report ends."""
+"""Seconds after which no more of a long run's journal is read for the report."""
 
 POINTS, OTHER_POINTS = 240, 60
 """Largest number of points of one metric in the report: of a metric in a described plot, and of any

@@ -309,7 +309,9 @@ def texts(tokens: Sequence[int], decode: Decode) -> list[str]:
 
 
 def _texts_in_context(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text of each token, for a tokenizer that decodes it by the tokens before it."""
+    """Return the text of each token, for a tokenizer whose decoding depends on the tokens before
+    it.
+    """
     parts = []
     for at in range(len(tokens)):
         begin = max(0, at - JOINED)

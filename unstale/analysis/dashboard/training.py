@@ -1,5 +1,5 @@
-"""Read the values with which tokens were trained on, as columns of the table of episodes or in
-full.
+"""Read the values with which tokens were trained on, for the table of episodes and for one
+episode.
 """
 
 import math
