@@ -150,7 +150,9 @@ def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
 
 
 def without_tasks(name: str) -> Taskset:
-    """Return a task set without tools, of which no task can be run. Errors call it `name`."""
+    """Return a task set without tools, for commands that run no task. If its only task, a
+    placeholder, is run, it raises an error that contains `name`.
+    """
 
     def no_agent(*_: object) -> float:
         raise EnvError(f"{name} runs no task")

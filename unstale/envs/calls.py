@@ -146,7 +146,9 @@ class CallForm:
             yield len(text), len(text)
 
     def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
-        """Return the calls in a text between two tags. Those that are malformed have an `error`."""
+        """Return the calls in `text`, which stood between an opening and a closing tag and does not
+        include the tags. Malformed calls have an `error`.
+        """
         raise NotImplementedError
 
     def read_bare(self, text: str, at: int) -> tuple[ToolCall, ...] | None:

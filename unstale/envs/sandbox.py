@@ -61,7 +61,9 @@ it.
 """
 _PREFIX = "unstale-sandbox-"
 _KILL_ROUNDS = 50
-"""Number of attempts to kill all processes of a user. Zombies, which nobody waits for, remain."""
+"""Largest number of attempts to kill all processes of a user. It is limited because zombies that
+nobody waits for cannot be killed.
+"""
 _SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders in which every user may write."""
 

@@ -33,7 +33,9 @@ class GpuKernels:
     """
 
     def pieces(self, rows: int) -> int:
-        """Return into how many partial sums a weight's gradient over `rows` rows is divided."""
+        """Return the number of partial sums from which a weight's gradient over `rows` rows is
+        added up.
+        """
         return triton.cdiv(rows, ROWS)
 
     def norm(

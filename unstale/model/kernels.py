@@ -55,7 +55,9 @@ class Kernels:
         self._parallel = _openmp()
 
     def pieces(self, rows: int) -> int:
-        """Return into how many parts, of up to `ROWS` rows each, kernels divide `rows` rows."""
+        """Return the number of parts, of up to `ROWS` rows each, into which kernels divide `rows`
+        rows.
+        """
         return -(-rows // ROWS)
 
     def __getattr__(self, name: str) -> Callable[..., None]:

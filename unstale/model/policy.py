@@ -425,7 +425,8 @@ class Policy:
         self._version = version
 
     def follow_version(self, version: int, version_gaps: VersionGaps) -> None:
-        """Copy version number and version gaps from the policy in the run's main process.
+        """Set the version number and `version_gaps` (skipped version numbers) to those of the
+        policy in the run's main process.
 
         Trainer ranks call this, because only the main process counts versions.
         """

@@ -31,11 +31,11 @@ class Dppo(ByDivergence):
     """
     divergence_low: Positive = 0.2
     """A token with a negative advantage has no gradient if it became less likely and its divergence
-    is above this limit. `kl` needs about 0.05.
+    is above this limit. `divergence` = kl needs about 0.05.
     """
     divergence_high: Positive = 0.2
     """A token with a positive advantage has no gradient if it became likelier and its divergence is
-    above this limit. `kl` needs about 0.05.
+    above this limit. `divergence` = kl needs about 0.05.
     """
     kl_tau: NonNegative = 0.0
     """The coefficient of (log S)^2 with S = pi / pi_old, which is added to the loss of every token.

@@ -1,4 +1,4 @@
-"""Count trained tokens by place in the episode and lag (staleness in versions), for a plot."""
+"""Count trained tokens by their place in the episode and their lag (staleness in versions)."""
 
 import sqlite3
 from collections import Counter
@@ -10,16 +10,17 @@ TENTHS = 10
 """Number of parts of equal length into which every episode is divided."""
 
 Run = tuple[int, int | None]
-"""A piece (a run of tokens): its number of tokens, and the version that sampled it. The version is
-None for context.
+"""A run of tokens of an episode: its number of tokens, and the version of the policy that sampled
+it. The version is None for context tokens.
 """
 
 
 def count_ages(pieces: Sequence[Run], version: int) -> Counter[tuple[int, int]]:
-    """Return the number of sampled tokens of an episode by tenth of the episode and lag.
+    """Return the number of sampled tokens of an episode by (tenth of the episode from 0, lag).
 
     `version` is the version of the policy that was trained on the episode. The lag of a token is
-    `version` minus the version that sampled it. Context counts for the length of the episode only.
+    `version` minus the version that sampled it. Context tokens are not counted, but they are part
+    of the episode's length.
 
     >>> sorted(count_ages([(10, None), (5, 3), (5, 4)], 4).items())
     [((5, 1), 2), ((6, 1), 2), ((7, 0), 1), ((7, 1), 1), ((8, 0), 2), ((9, 0), 2)]
@@ -42,7 +43,7 @@ def count_ages(pieces: Sequence[Run], version: int) -> Counter[tuple[int, int]]:
 
 
 def add_ages(writer: sqlite3.Connection, ages: Counter[tuple[int, int]]) -> None:
-    """Add numbers of tokens by tenth and lag (staleness) to the table `ages`."""
+    """Add the counts that `count_ages` returns to the table `ages` of a run's index."""
     writer.executemany(
         "INSERT INTO ages VALUES (?, ?, ?) "
         "ON CONFLICT (tenth, lag) DO UPDATE SET tokens = tokens + excluded.tokens",
@@ -53,7 +54,10 @@ def add_ages(writer: sqlite3.Connection, ages: Counter[tuple[int, int]]) -> None
 def add_ages_of(
     journal: JournalReader, writer: sqlite3.Connection, episodes: Iterable[int], version: int
 ) -> None:
-    """Add the tokens of several episodes to the table `ages`. They are read from the journal."""
+    """Count the tokens of several episodes in the journal, and add them to the table `ages`.
+
+    `version` is that of the policy that was trained on them.
+    """
     found: Counter[tuple[int, int]] = Counter()
     for episode in episodes:
         pieces = journal.rows(

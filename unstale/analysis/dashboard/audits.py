@@ -1,4 +1,4 @@
-"""Return the audit of a run for its page: the errors of old log-probabilities, with verdicts.
+"""Return the audit of a run, which measures the errors of its old log-probabilities.
 
 A route is a method to compute old_logp. `unstale audit` writes `audit.json`, which compares routes
 on recorded batches. With `audit.share`, a run measures its own route while it trains.
@@ -21,7 +21,9 @@ from unstale.observe.run_rows import by_lag, flatten
 from unstale.observe.words import amount, mapping, number, percent, records
 
 MAX_BYTES = 8 << 20
-"""Largest size of an `audit.json` that is read. Parsed, it takes several times as much memory."""
+"""Largest size in bytes of an `audit.json` that is read. Parsed, it takes several times as much
+memory.
+"""
 
 MAX_STEPS = 32
 """Number of newest steps whose audited tokens are shown. A step has at most 64 such tokens."""
@@ -33,18 +35,23 @@ NOISE_TIMES = 3.0
 """`old_logp` counts as exact if its mean error is at most this multiple of the numerical noise."""
 
 LEAK = 0.1
-"""The verdict names a leak (a part of log S counted as D, or of log D as S) above this share."""
+"""Share above which the verdict on a route names a leak: the part of log S that the route counts as
+log D, or of log D as log S.
+"""
 
 AGREEMENT = 0.95
-"""The verdict names an F1 (agreement on dropped or clipped tokens) below this."""
+"""F1 below which the verdict on a route says that it drops or clips other tokens than the true
+`old_logp` would.
+"""
 
 
 def audit(index: RunIndex) -> Row:
-    """Return the audit of a run: `during` training, and `after` it by `unstale audit`.
+    """Return the audit of a run, measured `during` training and `after` it by `unstale audit`.
 
     `during` has the last values of the metrics `audit/...`, and is empty if the run did not measure
-    them. `after` is None if there is no `audit.json`. `tokens` has, for some audited tokens, log D
-    and log S with the run's `old_logp`, and the true log D and log S.
+    them. `after` is None if there is no `audit.json`. `tokens` has a list for each of some audited
+    tokens: log D and log S with the run's `old_logp`, then the true log D and log S. `problems` has
+    sentences on what could not be read.
     """
     after, problems = _stored(index)
     tokens, problem = _audited_tokens(index.folder)
@@ -67,9 +74,10 @@ def audit(index: RunIndex) -> Row:
 
 
 def _stored(index: RunIndex) -> tuple[Row | None, list[str]]:
-    """Return what the page shows of `audit.json`, and sentences on what could not be read.
+    """Return the content of `audit.json` in the form for the page, and sentences on what could not
+    be read.
 
-    The first is None if there is no readable file.
+    The content is None if there is no readable file.
     """
     try:
         status = os.lstat(index.folder / AUDIT)
@@ -82,16 +90,15 @@ def _stored(index: RunIndex) -> tuple[Row | None, list[str]]:
 def _read(
     path: Path, _inode: int, _size: int, _time: int, max_bytes: int
 ) -> tuple[Row | None, list[str]]:
-    """Read `audit.json`. The result is cached until the file's inode, size or time changes."""
     folder = RunFolder(path)
     found = folder.read_object(AUDIT, max_bytes=max_bytes)
     return _after(found) if found else None, folder.gaps
 
 
 def _audited_tokens(folder: Path) -> tuple[list[list[float]], str]:
-    """Return log D, log S, true log D and true log S of audited tokens of the newest steps.
+    """Return log D, log S, true log D and true log S of each audited token of the newest steps.
 
-    The second result is a sentence on why they cannot be read, or "".
+    The second result is a sentence on why the tokens cannot be read, or "".
     """
     names = ("log_d", "log_s", "true_log_d", "true_log_s")
     if not is_own_file(folder / JOURNAL):
@@ -108,7 +115,7 @@ def _audited_tokens(folder: Path) -> tuple[list[list[float]], str]:
 
 
 def _of_metrics(metrics: Mapping[str, float], route: str) -> Row:
-    """Return the metrics `audit/...` in the form of a row of `audit.json`."""
+    """Return metrics `audit/...` as a row of `audit.json`, which has the figures of one route."""
     own = {name.removeprefix("audit/"): value for name, value in metrics.items()}
     return {**own, "route": route, "noise": own.get("logp_noise_rms")}
 
@@ -194,7 +201,6 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 
 def _points(columns: Any) -> list[list[float]]:
-    """Return log D and log S of the recorded tokens, as pairs."""
     first = [
         column[:MAX_POINTS]
         for name in ("log_d", "log_s")

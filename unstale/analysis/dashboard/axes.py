@@ -11,10 +11,12 @@ AXES = ("step", "seconds", "tokens")
 
 
 def positions(database: Database, axis: str, steps: Sequence[int]) -> list[float | None]:
-    """Return the place of each step on an axis of `AXES`. None if it was not recorded.
+    """Return the place of each step on the x axis `axis`, one of `AXES`. None if it was not
+    recorded.
 
-    `seconds` are those since the start of the first step, without evaluations. `tokens` are those
-    of the groups that were trained on up to the step. Raises `BadQuestion` for another axis.
+    The place on the axis `seconds` is the time since the start of the first step, without
+    evaluations. The place on `tokens` is the number of tokens sampled for the groups trained on up
+    to the step, without replayed groups. Raises `BadQuestion` for another axis.
     """
     if axis not in AXES:
         raise BadQuestion(f"x must be one of {', '.join(AXES)}, got {axis!r}")

@@ -1,7 +1,8 @@
-"""The bounds that a run's options set on D, S and D S, and what they mean for a token's gradient.
+"""The bounds that a run's options set on D, S and D S, and their effect on a token's gradient.
 
-A correction bounds D, an objective S, and `objective.ratio_cap` bounds D S. The page D against S
-draws the bounds as lines, and an episode's page lists them beside the numbers of a token.
+log D is old_logp - behavior_logp, and log S is logp - old_logp. A correction bounds D, an objective
+bounds S, and `objective.ratio_cap` bounds D S. One page of the dashboard draws the bounds as lines
+in a plot of D and S. The page of an episode lists them beside the numbers of a token.
 """
 
 import math
@@ -83,11 +84,12 @@ class TrainedToken(NamedTuple):
 
 
 def gradient(config: ObjectiveConfig, token: TrainedToken) -> tuple[float, str] | None:
-    """Return the factor by which the update multiplies the gradient of a token's logp.
+    """Return the factor by which the update multiplies the gradient of a token's logp, and the
+    factor's formula in words.
 
-    The second result is the formula of this factor in words. A factor above 0 makes the token more
-    probable; 0 means that the token is masked or clipped. None is returned if the gradient is not a
-    weight times the advantage, if S is over several tokens, or if a value is missing.
+    A factor above 0 makes the token more probable. 0 means that the token is clipped or has no part
+    in the loss. Return None if the gradient is not a weight times the advantage, if S is a ratio of
+    several tokens, or if a value is missing.
     """
     if token.outcome in NO_GRADIENT:
         return 0.0, f"the token is {token.outcome}"
@@ -121,10 +123,11 @@ def explain(
 ) -> Row:
     """Return `training`, the values of an episode's training, with bounds and gradients added.
 
-    `limits` has a row for each bound, and `formulas` the explanations of gradients. In `tokens`,
-    `outside` has True, False or None (not known) for each bound, `gradient` the factor of the
-    gradient, and `formula` a position in `formulas`. Gradients are None if a technique replaces the
-    ratio or the loss of a token (`is_replaced`).
+    `limits` has a row for each bound, and `formulas` the formulas of gradients in words. `tokens`
+    gets three lists, with an entry for each token: `outside` says for each bound if the token is
+    outside it (None if not known), `gradient` is the factor of the gradient, and `formula` is a
+    position in `formulas`. With `is_replaced`, a technique replaces the ratio or the loss of a
+    token, and `gradient` and `formula` are None.
     """
     tokens = training["tokens"]
     found = bounds(correction, objective)

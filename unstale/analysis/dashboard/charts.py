@@ -1,4 +1,4 @@
-"""The plots on the page of a run, in groups. docs/metrics.md defines each metric."""
+"""The plots of metrics on the page of a run, in groups. docs/metrics.md defines each metric."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,14 +9,14 @@ from typing import Literal
 from unstale.durability.run_folder import Row
 
 Scale = Literal["share", "count", "value"]
-"""The y axis: `share` is 0% to 100%, `count` begins at 0, `value` has the range of the data."""
+"""The range of the y axis: `share` is 0% to 100%, `count` begins at 0, `value` fits the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot of metrics over the steps. `lines` maps the name of each line to its metric.
+    """A plot of metrics over the steps. `lines` maps the label of each line to its metric.
 
-    `reading` describes a good and a bad curve.
+    `about` explains the metrics. `reading` describes a good and a bad curve.
     """
 
     title: str
@@ -29,7 +29,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A group of plots. `name` is its anchor on the page."""
+    """A group of plots under one heading. `name` is its anchor in the page's address."""
 
     name: str
     title: str
@@ -421,7 +421,7 @@ SECTIONS = (
         ),
     ),
 )
-"""The plots with descriptions. Metrics that are in none of them are shown after them."""
+"""The groups of plots that have descriptions. The page shows all other metrics after them."""
 
 _UNITS = {
     "_s": "s",
@@ -430,7 +430,6 @@ _UNITS = {
     "_share": "share",
     "_rate": "share",
 }
-"""Unit of a metric by the end of its name (docs/metrics.md)."""
 
 _OF_ROW = ("step", "time_s", "version", "eval/version")
 _BY_LAG = "/lag_"
@@ -484,7 +483,7 @@ _DIAGNOSTICS = (
         reading="Good: near 0. Bad: a rise.",
     ),
 )
-"""Plots of techniques that only measure."""
+"""Plots for techniques that measure training without changing it."""
 
 _BY_ENGINE = (
     ("busy_share", "Busy, by engine", "Share of the time with a request in progress.", "share"),
@@ -502,7 +501,8 @@ _BY_ENGINE = (
     ),
     ("running", "Load, by engine", "Requests in progress at the end of a step.", "requests"),
 )
-"""Plots of metrics `engine_<n>/NAME`, with a line for each engine: NAME, title, explanation, unit.
+"""Plots of the metrics `engine_<n>/NAME`, each with a line for every engine: NAME, title,
+explanation, unit.
 """
 
 _ENGINE = re.compile(r"engine_([0-9]{1,4})/(.+)")
@@ -510,7 +510,7 @@ _REWARD = re.compile(r"reward/(.+)_mean")
 
 
 def sections(names: Iterable[str]) -> list[Row]:
-    """Return the groups of plots for the metrics `names` of a run, as JSON.
+    """Return the groups of plots for the metrics `names` of a run, as objects for JSON.
 
     The result is cached, so the caller must not change it.
     """
@@ -519,11 +519,11 @@ def sections(names: Iterable[str]) -> list[Row]:
 
 @lru_cache(maxsize=64)
 def _sections(names: tuple[str, ...]) -> list[Row]:
-    """Return the groups of plots for the metrics `names`.
+    """Return the groups of plots for the metrics `names`. Groups without plots are left out.
 
-    A metric that is recorded by lag (staleness) becomes one plot, and so does a metric that each
-    engine has. Rewards and figures of the environment have their own groups. All other metrics come
-    last, in one group for each component.
+    Metrics that differ only by lag (staleness) or only by engine share one plot. Rewards and
+    figures of the environment have their own groups. All other metrics come last, in one group for
+    each component (the part of the name before `/`).
     """
     left = dict.fromkeys(sorted(set(names) - set(_OF_ROW)))
     found = {
@@ -575,7 +575,9 @@ def _sections(names: tuple[str, ...]) -> list[Row]:
 
 
 def _recorded(charts: Sequence[Chart], names: Mapping[str, None]) -> list[Row]:
-    """Return the plots that have recorded metrics, as JSON, with the lines of these metrics."""
+    """Return those of `charts` that show a metric in `names`, without the lines of other
+    metrics.
+    """
     found = []
     for chart in charts:
         lines = {line: name for line, name in chart.lines.items() if name in names}
@@ -585,7 +587,6 @@ def _recorded(charts: Sequence[Chart], names: Mapping[str, None]) -> list[Row]:
 
 
 def _drop_shown(charts: Sequence[Row], left: dict[str, None]) -> None:
-    """Remove from `left` the metrics that these plots show."""
     for chart in charts:
         for line in chart["lines"]:
             left.pop(line["metric"], None)
@@ -607,8 +608,8 @@ def _as_json(chart: Chart, lines: Mapping[str, str]) -> Row:
 
 
 def _by_lag(left: dict[str, None]) -> list[Row]:
-    """Return a plot for each metric that is recorded by lag (staleness), and remove its names from
-    `left`.
+    """Return a plot for each metric that is recorded by lag (staleness), with a line for each of
+    its first `MAX_LINES` lags. Remove the metric's names from `left`.
     """
     lags: dict[str, dict[int, str]] = {}
     for name in left:
@@ -626,7 +627,9 @@ def _by_lag(left: dict[str, None]) -> list[Row]:
 
 
 def _by_reward(left: dict[str, None]) -> list[Row]:
-    """Return one plot of all named rewards, and remove their names from `left`."""
+    """Return one plot of the means of all named rewards, in a list. Remove the plotted names from
+    `left`.
+    """
     own = ("reward/mean", "reward/std")
     lines = {
         match[1]: name for name in left if name not in own and (match := _REWARD.fullmatch(name))
@@ -649,8 +652,8 @@ def _by_reward(left: dict[str, None]) -> list[Row]:
 def _by_engine(left: dict[str, None]) -> list[Row]:
     """Return plots with a line for each of the first `MAX_LINES` engines.
 
-    All metrics of engines are removed from `left`. Those without a plot are in the table of
-    engines.
+    All metrics of engines are removed from `left`, also those without a plot, because the page has
+    a table of engines.
     """
     engines: dict[str, dict[int, str]] = {}
     for name in list(left):
@@ -671,7 +674,6 @@ def _by_engine(left: dict[str, None]) -> list[Row]:
 
 
 def _single(names: Sequence[str], left: dict[str, None]) -> list[Row]:
-    """Return a plot for each metric in `names`, and remove the names from `left`."""
     charts = []
     for name in names:
         left.pop(name, None)
@@ -683,7 +685,7 @@ def _single(names: Sequence[str], left: dict[str, None]) -> list[Row]:
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of a metric, from the end of its name. Empty if that names no unit.
+    """Return the unit of a metric, from the end of its name. "" if the name does not show a unit.
 
     >>> unit_of("engine/busy_share"), unit_of("reward/mean")
     ('share', '')

@@ -1,7 +1,7 @@
 """The tables of a run's index: an SQLite database in a temporary folder, from which pages are made.
 
-The run's journal has no index for sorting, and is only read. The run's index has copies of the data
-for tables and plots. It can be deleted at any time, because it can be filled again.
+The index has copies of the data for tables and plots, because the run's own journal is never
+written to and cannot sort quickly. The index can be deleted at any time and filled again.
 """
 
 import sqlite3
@@ -17,7 +17,7 @@ Kind = Literal["number", "text"]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table of episodes, by which it can be sorted and filtered."""
+    """A column by which the table of episodes can be sorted and filtered."""
 
     name: str
     kind: Kind
@@ -58,7 +58,7 @@ would take as long as reading the episodes of a live run.
 COLUMN = {column.name: column for column in COLUMNS}
 
 _WHOLE = ("group_number", "sibling")
-"""Columns that the index declares as integers. The journal does so, too."""
+"""Columns that the table of episodes declares as integers, as the journal does."""
 
 
 def _declare(column: Column) -> str:
@@ -86,7 +86,9 @@ trained tokens by step and lag (staleness).
 _EPISODE_COLUMNS = ", ".join(_declare(column) for column in COLUMNS)
 
 SORTED = tuple(column.name for column in COLUMNS if column.name not in ("episode", "group_number"))
-"""Columns whose database index is made on demand. `episode` and `group_number` always have one."""
+"""Columns of the table of episodes that get a database index when it is first needed. The columns
+`episode` and `group_number` always have one.
+"""
 
 EPISODES = f"""
 CREATE TABLE episodes ({_EPISODE_COLUMNS}, seed INTEGER NOT NULL, is_branch INTEGER NOT NULL,
@@ -106,18 +108,19 @@ of an episode. `words` is the full-text index of the conversations, without the 
 
 
 MAX_IDLE = 8
-"""Largest number of idle reading connections that are kept open, of all indexes together."""
+"""Largest number of idle connections for reading that are kept open, for all runs together."""
 
 
 class _IdleReaders:
-    """Idle reading connections, kept because opening one takes as long as a short answer."""
+    """Idle connections for reading. They are kept because opening one takes as long as a short
+    answer.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[tuple[Path, sqlite3.Connection]] = []
 
     def take(self, path: Path) -> sqlite3.Connection:
-        """Return an idle connection to the database at `path`, or a new one if none is idle."""
         with self._lock:
             for place, (own, reader) in enumerate(self._idle):
                 if own == path:
@@ -128,7 +131,9 @@ class _IdleReaders:
         return reader
 
     def give(self, path: Path, reader: sqlite3.Connection) -> None:
-        """Keep a connection for later. If there are too many, close the one kept longest."""
+        """Keep a connection for later use. If there are more than `MAX_IDLE`, close the one idle
+        for longest.
+        """
         with self._lock:
             self._idle.append((path, reader))
             spare = self._idle.pop(0)[1] if len(self._idle) > MAX_IDLE else None
@@ -136,7 +141,6 @@ class _IdleReaders:
             spare.close()
 
     def drop(self, path: Path) -> None:
-        """Close all idle connections to the database at `path`."""
         with self._lock:
             closed = [reader for own, reader in self._idle if own == path]
             self._idle = [each for each in self._idle if each[0] != path]
@@ -156,14 +160,15 @@ class Database:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._writer: sqlite3.Connection | None = None
-        """The connection that writes. None while it is closed."""
         self._reading = threading.local()
-        """Its attribute `reader` is the connection of a thread that is reading at present."""
+        """Values of the current thread. `reader` is its open connection, or None if it is not
+        reading.
+        """
         self._open().executescript(f"PRAGMA journal_mode=WAL;{FILES};{EPISODES};")
         self.close_writer()
         self._made: set[str] = set()
         self._wanted: set[str] = set()
-        """Columns that should get a database index. `_made` has the columns that have one."""
+        """Columns whose database index was requested and does not exist yet."""
 
     def _open(self) -> sqlite3.Connection:
         if self._writer is None:
@@ -174,7 +179,9 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """Return a context with a writing transaction. It is undone if the body raises an error."""
+        """Return a context that is one transaction and gives the writing connection. An error
+        undoes it.
+        """
         writer = self._open()
         writer.execute("BEGIN")
         try:
@@ -186,9 +193,10 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Return a context with a reading connection, for which the content does not change.
+        """Return a context that gives a reading connection. The data stay the same within the
+        context.
 
-        Within another `read` in the same thread, it is the same connection.
+        A `read` inside another `read` of the same thread gives the same connection.
         """
         reader: sqlite3.Connection | None = getattr(self._reading, "reader", None)
         if reader is not None:
@@ -208,22 +216,24 @@ class Database:
         _READERS.give(self.path, reader)
 
     def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Return the rows that one SQL statement gives."""
+        """Return the rows that one SQL statement selects."""
         with self.read() as reader:
             return reader.execute(statement, parameters).fetchall()
 
     def want_index(self, column: str) -> None:
-        """Request the database index of a column. `make_index` makes it later."""
+        """Request a database index of a column of the table of episodes. `make_index` makes it
+        later.
+        """
         if column in SORTED and column not in self._made:
             self._wanted.add(column)
 
     @property
     def wants_index(self) -> bool:
-        """True if a database index of a column was requested and is not made yet."""
+        """True if a requested database index of a column does not exist yet."""
         return bool(self._wanted)
 
     def make_index(self) -> bool:
-        """Make one requested database index. Return False if there is none to make."""
+        """Make one requested database index of a column. Return False if none was requested."""
         for name in sorted(self._wanted):
             self._wanted.discard(name)
             with self.write() as writer:
@@ -235,7 +245,9 @@ class Database:
         return False
 
     def clear_episodes(self) -> None:
-        """Remove all data that came from the journal."""
+        """Remove all data that came from the journal. Database indexes of columns are requested
+        again.
+        """
         with self.write() as writer:
             for name in ("episodes", "figures", "ages", "words"):
                 writer.execute(f"DROP TABLE {name}")
@@ -266,6 +278,6 @@ class Database:
             self._writer = None
 
     def close(self) -> None:
-        """Close all connections to the database. It can still be used, which opens new ones."""
+        """Close all idle connections to the database. Later reads and writes open new ones."""
         self.close_writer()
         _READERS.drop(self.path)

@@ -1,6 +1,7 @@
-"""Return what the page of a run shows besides plots over the steps, such as engines and lengths.
+"""Return the tables of a run's page, for example those of engines and of episode lengths.
 
-All data come from the index, so they are live. The number of rows of an answer is bounded.
+All data come from the run's index, which is kept up to date. Each answer has a limited number of
+rows.
 """
 
 import re
@@ -16,7 +17,7 @@ MAX_ENGINES = 64
 MAX_REASONS = 20
 MAX_LAGS = 12
 MAX_EPISODES = 100_000
-"""Number of newest episodes from which lengths are computed."""
+"""Number of newest attempts at episodes that statistics of attempts use."""
 
 _GAUGE = re.compile(r"engine_([0-9]{1,4})/([a-z_]+)")
 
@@ -35,9 +36,9 @@ def details(database: Database) -> Row:
 
 
 def engines(database: Database) -> list[Row]:
-    """Return the last metrics of each engine, and how often it was lost and restarted.
+    """Return a row for each engine: its last metrics, and how often it was lost and restarted.
 
-    Empty for old runs, in which engines had no metrics of their own.
+    Empty for old runs, which recorded no metrics by engine.
     """
     found: dict[int, Row] = {}
     rows = database.rows(
@@ -65,7 +66,7 @@ def ages(database: Database) -> list[Row]:
     """Return the staleness of trained tokens in each tenth of their episodes.
 
     A row has the `tenth` from 0, the `mean` and `max` staleness in versions, and the number of
-    `tokens`.
+    trained `tokens`.
     """
     rows = database.rows(
         "SELECT tenth, sum(lag * tokens), max(lag), sum(tokens) FROM ages "
@@ -81,8 +82,8 @@ def ages(database: Database) -> list[Row]:
 def size_by_lag(database: Database, ratio: str) -> list[list[float]]:
     """Return the mean |log D| or |log S| in nats at each lag (staleness), as `[lag, mean]`.
 
-    `ratio` is "D" or "S". Steps are weighted by the number of tokens in their means. In old runs,
-    which did not record this number, they are weighted by all action tokens of that lag.
+    `ratio` is "D" or "S". The mean over steps is weighted by the number of tokens that each step
+    measured, or by all its trained tokens of that lag if an old run did not record this number.
     """
     component = {"D": "correction", "S": "objective"}[ratio]
     prefix = f"{component}/log_{ratio.lower()}_abs_mean/lag_"
@@ -107,18 +108,20 @@ _ATTEMPTS = """SELECT sampled_tokens, turns, success, reward,
         AND episode = max(episode) OVER (PARTITION BY group_number, sibling)
     THEN 'given_up' ELSE outcome END AS outcome
     FROM (SELECT * FROM episodes WHERE is_branch = 0 ORDER BY episode DESC LIMIT ?)"""
-"""SQL for the newest attempts at episodes, without branches (further conversations). The outcome of
-a failed attempt is `given_up` if no other attempt followed.
+"""SQL for the newest attempts at episodes, without branches (further conversations of an episode).
+A failed attempt has the outcome `given_up` if it was the last attempt at its episode.
 """
 
 
 def attempts(database: Database) -> Row:
-    """Return statistics of attempts at episodes by how they ended, and a curve of their lengths.
+    """Return statistics of attempts at episodes by their outcome (`kinds`), and a `curve` of
+    lengths.
 
-    Branches (further conversations) of an episode are left out, because they have its outcome and
+    Branches (further conversations of an episode) are left out, because they have its outcome and
     reward. A point of `curve` has a number of sampled tokens, the share of all ended attempts with
-    at most so many, and the same share of those trained on. If long attempts are lost more often,
-    training prefers short episodes.
+    at most that many, and the same share of the attempts that were trained on. `is_biased` is True
+    if long attempts are lost more often, so that training prefers short episodes. `sentence`
+    explains it.
     """
     rows = database.rows(
         f"""SELECT outcome, count(*), avg(sampled_tokens), avg(turns), avg(success), avg(reward)
@@ -158,7 +161,8 @@ def attempts(database: Database) -> Row:
 
 
 def examples(database: Database) -> list[Row]:
-    """Return a successful and a failed episode from the first and the last quarter of the steps.
+    """Return up to four episodes: one success and one failure from each of the first and the last
+    quarter of the steps.
 
     Episodes that several versions sampled are preferred.
     """
@@ -194,7 +198,8 @@ def examples(database: Database) -> list[Row]:
 def forks(database: Database) -> list[Row]:
     """Return the reasons why agents changed the history of a conversation, most frequent first.
 
-    Each has the number of such forks. `episode` and token `at` are those of the first fork.
+    Each row has the `reason` and the `count` of such changes. The first of them was in `episode`,
+    after token `at`.
     """
     rows: list[tuple[Any, ...]] = database.rows(
         """SELECT json_extract(fields, '$.reason'), count(*), json_extract(fields, '$.episode'),

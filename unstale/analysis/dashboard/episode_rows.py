@@ -1,4 +1,4 @@
-"""Turn the journal's rows of an episode into data of the index: columns, figures and text."""
+"""Convert the journal's rows of an episode into data of the run's index: columns, figures, text."""
 
 import json
 import sqlite3
@@ -14,8 +14,9 @@ from unstale.durability.run_folder import Row
 from unstale.observe.words import number
 
 Piece = tuple[int, int, int, int | None, bytes, bytes | None]
-"""A run of tokens in the journal: episode, position, number of tokens, version (None for context),
-tokens as packed integers, behavior_logp as packed float32.
+"""A row of the journal with consecutive tokens of an episode: episode, position, number of tokens,
+version that sampled them (None for context), tokens as packed integers, behavior_logp as packed
+float32.
 """
 
 PIECES = (
@@ -24,13 +25,15 @@ PIECES = (
 )
 
 MAX_FIGURES = 64
-"""Largest number of rewards, and of facts, of an episode that are kept."""
+"""Largest number of rewards, and of facts (numbers that the environment reports), that are kept for
+an episode.
+"""
 
 
 def measure_pieces(pieces: Sequence[Piece]) -> Row:
-    """Return the values in the table of episodes that follow from an episode's tokens.
+    """Return the columns of the table of episodes that are computed from an episode's tokens.
 
-    Raises ValueError if packed tokens have the wrong size.
+    Raises ValueError if the bytes of packed tokens do not fit their number.
     """
     versions: set[int] = set()
     turns = tokens = sampled = 0
@@ -64,10 +67,11 @@ def measure_pieces(pieces: Sequence[Piece]) -> Row:
 
 
 def add_outcome(writer: sqlite3.Connection, end: Sequence[Any]) -> Row:
-    """Return the columns that say how an episode ended. Write its rewards and facts into the table
-    `figures`.
+    """Return the columns that describe how an episode ended. Write its rewards and facts into the
+    table `figures`.
 
-    Facts are numbers that the environment reports. `end` is the journal's row on the end.
+    Facts are numbers that the environment reports. `end` is the journal's row on the end of the
+    episode.
     """
     episode, stop, rewards, facts, stage, error, reason, step, *_ = end
     if stop is None:
@@ -104,7 +108,9 @@ def _wrong_size(packed: bytes, count: int) -> ValueError:
 
 
 def text_of(pieces: Sequence[Piece], decode: Callable[[Sequence[int]], str]) -> str:
-    """Return an episode as text, for the full-text index."""
+    """Return the decoded text of an episode. Raises ValueError if packed tokens have a wrong
+    size.
+    """
     tokens: list[int] = []
     for _, _, count, _, packed, _ in pieces:
         if len(packed) not in (2 * count, 4 * count):

@@ -1,4 +1,6 @@
-"""Copy events of `events.jsonl` into the index. Activities (spans) have a table of their own."""
+"""Copy events of `events.jsonl` into the run's index. Activities (events with a start and an end)
+have a table of their own.
+"""
 
 import sqlite3
 
@@ -6,7 +8,9 @@ from unstale.durability.run_folder import Row, dumps
 from unstale.observe.words import number
 
 MAX_EVENT = 100_000
-"""Largest number of characters of an event that are kept, as JSON. A line may have 4 MiB."""
+"""Largest number of characters of an event's JSON that are kept. A line of the file may have 4
+MiB.
+"""
 
 MAX_EVENT_TEXT = 4000
 """Largest number of characters of a text in an event of more than `MAX_EVENT` characters. Pages
@@ -15,7 +19,7 @@ show at most 2,000 of them.
 
 
 def add_event(writer: sqlite3.Connection, row: Row) -> None:
-    """Add an event to a run's database. An activity (span) with invalid times is left out."""
+    """Add an event to a run's index. An activity whose times are not valid is left out."""
     kind = str(row.get("kind"))
     if kind == "span":
         start, end = number(row.get("start")), number(row.get("end"))
@@ -35,7 +39,7 @@ def add_event(writer: sqlite3.Connection, row: Row) -> None:
 def _event_json(row: Row) -> str:
     """Return an event as JSON of at most `MAX_EVENT` characters.
 
-    In a longer event, texts are cut. Fields that still do not fit are left out.
+    If the event is longer, its texts are cut, and fields that still do not fit are left out.
     """
     text = dumps(row)
     if len(text) <= MAX_EVENT:

@@ -1,8 +1,8 @@
-"""Return the trained tokens of a run in the plane of log D and log S, for its page.
+"""Return the trained tokens of a run as counts and points in a plot of log D and log S.
 
-They are the values that the run trained with: log D is `old_logp - behavior_logp` and log S is
-`logp - old_logp`, with the `old_logp` of its route. They come from the journal's table of trained
-tokens. Counts are of all tokens that were read, and points are a sample of these.
+These are the values that the run trained with: log D is `old_logp - behavior_logp` and log S is
+`logp - old_logp`. They come from the journal's table of trained tokens. Counts are of all tokens
+that were read, and points are a sample of these.
 """
 
 import math
@@ -24,37 +24,43 @@ from unstale.durability.run_folder import Row
 from unstale.token_values import KEPT, OUTCOMES, SKIPPED, TokenFlag, TokenValues
 
 MAX_READ = 3_000_000
-"""Largest number of tokens that are read for one answer. In a longer run, only rows that are evenly
-spaced over its steps are read. A million tokens took 0.4 s of CPU time to read, and 0.6 s to count.
+"""Largest number of tokens that are read for one answer. In a longer run, rows of the journal are
+left out evenly over the steps. A million tokens took 0.4 s of CPU time to read, and 0.6 s to count.
 """
 
 MAX_CACHED = 4_000_000
-"""Largest number of tokens that are kept in memory, of all runs together: about 100 MB."""
+"""Largest number of tokens that the cache keeps in memory, of all runs together: about 100 MB."""
 
 MAX_POINTS = 3000
 MAX_EPISODES = 100
-"""Largest number of listed episodes with tokens in the brush, the selected rectangle."""
+"""Largest number of episodes that are listed with tokens inside the brush, the rectangle that the
+user selected.
+"""
 
 CELLS = 73
-"""Number of cells of the grid of counts along each axis. It is odd, so that 0 is in the middle of a
-cell.
+"""Number of cells along each axis of the grid in which tokens are counted. It is odd, so that 0 is
+in the middle of a cell.
 """
 
 UNIT = 1e-3
 """Log ratio in nats up to which the axes are about linear. Beyond it they are logarithmic."""
 
 MAX_LAG = 5
-"""Lag (staleness) of the last of the colours of tokens, which also stands for all larger lags."""
+"""The largest lag (staleness) that is counted by itself. Larger lags count as this one."""
 
 OUTCOME_NAMES = (*OUTCOMES, KEPT, SKIPPED)
-"""Names of the outcomes of a token. Arrays have the positions of outcomes in this list."""
+"""What can happen to a trained token in the loss, for example `masked` or `kept`. Arrays of
+outcomes hold positions in this list.
+"""
 
 EXACTNESS = ("all", "exact", "approximated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenColumns:
-    """Trained tokens of one group in one step. Each array has one entry per token, `[n]`."""
+    """Trained tokens of one group in one step. Each field except `step` is an array with one entry
+    per token, `[n]`.
+    """
 
     step: int
     log_d: Any
@@ -62,7 +68,9 @@ class TokenColumns:
     log_s: Any
     """log S in nats, float32. NaN if no training pass was run on the episode."""
     lag: Any
-    """Number of versions published between sampling and training."""
+    """Versions published between sampling and training, int16. Larger numbers than 32767 are
+    clipped.
+    """
     flags: Any
     """For each token, the sum of its `TokenFlag` values."""
     outcome: Any
@@ -75,16 +83,16 @@ class TokenColumns:
         return len(self.lag)
 
     def take(self, where: Any) -> "TokenColumns":
-        """Return the tokens that `where` selects, a mask or positions."""
+        """Return the tokens that `where` selects: a mask `[n]`, or an array of positions."""
         arrays = {each.name: getattr(self, each.name)[where] for each in fields(self)[1:]}
         return TokenColumns(step=self.step, **arrays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
-    """A choice of trained tokens by step, lag (staleness) and exactness of their `old_logp`.
+    """A filter of trained tokens by step, lag (staleness) and exactness of their `old_logp`.
 
-    Limits are inclusive. None sets no limit.
+    Limits are inclusive. None sets no limit. `exact` is one of `EXACTNESS`.
     """
 
     step_min: int | None = None
@@ -102,7 +110,9 @@ class TokenChoice:
                 raise BadQuestion(f"{name}_min must be <= {name}_max, got {low} and {high}")
 
     def contains(self, lag: Any, flags: Any) -> Any:
-        """Return True for tokens of the chosen lags and exactness, `[n]`. Steps are not tested."""
+        """Return a mask `[n]` of the tokens with a chosen lag and exactness. Steps are not
+        tested.
+        """
         where = np.ones(len(lag), bool)
         if self.lag_min is not None:
             where &= lag >= self.lag_min
@@ -115,7 +125,9 @@ class TokenChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brush:
-    """A rectangle in the plane of log D and log S, in nats. None sets no limit."""
+    """A rectangle that the user selected in the plot of log D and log S, in nats. Limits are
+    inclusive. None sets no limit.
+    """
 
     d_min: float | None = None
     d_max: float | None = None
@@ -134,19 +146,19 @@ class Brush:
 
     @property
     def is_set(self) -> bool:
-        """True if the rectangle has a limit."""
+        """True if at least one side of the rectangle has a limit."""
         return bool(self.ratios)
 
     @property
     def ratios(self) -> str:
-        """The ratios that have a limit: "d", "s", "ds" or ""."""
+        """The ratios that have a limit, as letters: "d", "s", "ds", or "" without limits."""
         limited = {each.name[0] for each in fields(self) if getattr(self, each.name) is not None}
         return "".join(sorted(limited))
 
     def contains(self, log_d: Any, log_s: Any) -> Any:
-        """Return True for tokens inside the rectangle, `[n]`.
+        """Return a mask `[n]` of the tokens inside the rectangle.
 
-        Tokens without a log D are outside. Tokens without a log S are inside only if D has a limit
+        A token without a log D is outside. A token without a log S is inside only if D has a limit
         and S has none.
         """
         where = np.isfinite(log_d)
@@ -166,7 +178,7 @@ class Brush:
 class TokenRow:
     """A row of the journal's table of trained tokens, without the tokens' values.
 
-    `seal` is the checksum of the row.
+    It is about one group in one step. `seal` is the checksum of the row.
     """
 
     group: int
@@ -177,7 +189,11 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class RowsToRead:
-    """The journal's rows to read for an answer, and the numbers of their and of all tokens."""
+    """The journal's rows to read for an answer.
+
+    `num_tokens` is the number of tokens in these rows, `num_all` that in all rows of the chosen
+    steps.
+    """
 
     rows: Sequence[TokenRow]
     num_tokens: int
@@ -185,10 +201,10 @@ class RowsToRead:
 
 
 def find_rows(journal: JournalReader, choice: TokenChoice, *, limit: int) -> RowsToRead:
-    """Return the journal's rows of the steps in `choice`, in order, with at most `limit` tokens in
-    all.
+    """Return the journal's rows to read for the steps in `choice`, in the order of steps.
 
-    If the steps have more tokens, rows are left out evenly over the steps. One row is always read.
+    If the steps have more than `limit` tokens, rows are left out evenly over the steps. One row is
+    always read, even if it has more.
     """
     if not journal.num_token_values:
         return RowsToRead((), 0, 0)
@@ -213,10 +229,10 @@ def find_rows(journal: JournalReader, choice: TokenChoice, *, limit: int) -> Row
 
 
 class TokenCache:
-    """A cache of trained tokens that were read from journals. Several threads may use it."""
+    """A cache of trained tokens that were read from journals. It can be used by several threads."""
 
     def __init__(self, *, limit: int = MAX_CACHED) -> None:
-        """Make a cache that keeps at most `limit` tokens: those that were used last."""
+        """Create a cache of at most `limit` tokens. The least recently used are dropped first."""
         self._limit = limit
         self._parts: OrderedDict[tuple[Path, TokenRow], TokenColumns] = OrderedDict()
         self._lock = threading.Lock()
@@ -227,10 +243,11 @@ class TokenCache:
         return self._size
 
     def read(self, folder: Path, choice: TokenChoice, *, limit: int = MAX_READ) -> "ChosenTokens":
-        """Return the trained tokens of a run that `choice` selects, about `limit` at most.
+        """Return the trained tokens of a run that `choice` selects. About `limit` tokens are read
+        at most.
 
-        A row in the cache is not read again, because a changed row has another checksum. Raises
-        `JournalError`, and OSError without a journal.
+        A cached row is not read again. If a row changes, its checksum differs, so it is read.
+        Raises `JournalError` if the journal is damaged, and OSError if there is none.
         """
         parts = []
         with open_journal(folder) as journal:
@@ -261,7 +278,9 @@ class TokenCache:
 
 
 def read_row(journal: JournalReader, row: TokenRow) -> TokenColumns:
-    """Return the tokens of a row. Raises `JournalError` if the row or its episodes are damaged."""
+    """Return the trained tokens of a row. Raises `JournalError` if the row or one of its episodes
+    is damaged.
+    """
     columns = ", ".join(COLUMNS["trained_tokens"])
     ((*values, stored),) = journal.rows(
         f"SELECT {columns}, seal FROM trained_tokens WHERE number = ? AND step = ?",
@@ -299,7 +318,9 @@ def read_row(journal: JournalReader, row: TokenRow) -> TokenColumns:
 def _pieces(
     journal: JournalReader, episodes: Sequence[int]
 ) -> dict[int, list[tuple[int, int | None]]]:
-    """Return number of tokens and version (None for context) of each run of tokens, by episode."""
+    """Return the runs of tokens of each episode: number of tokens, and version (None for
+    context).
+    """
     found: dict[int, list[tuple[int, int | None]]] = {each: [] for each in episodes}
     for start in range(0, len(episodes), 500):
         part = episodes[start : start + 500]
@@ -316,8 +337,8 @@ def _pieces(
 def _places(pieces: Sequence[tuple[int, int | None]], values: TokenValues) -> tuple[Any, Any]:
     """Return the positions of an episode's sampled tokens, and the versions that sampled them.
 
-    Raises ValueError if their number is not that of the values. This is checked first, because a
-    damaged number may be too large for memory.
+    Raises ValueError if `pieces` and `values` have different numbers of sampled tokens. This is
+    checked first, because a damaged number may be too large for memory.
     """
     num_sampled = sum(count for count, version in pieces if version is not None)
     if num_sampled != len(values.flags) or any(count < 0 for count, _ in pieces):
@@ -338,7 +359,8 @@ def _places(pieces: Sequence[tuple[int, int | None]], values: TokenValues) -> tu
 def outcome_codes(flags: Any, *, run: Any) -> Any:
     """Return the outcome of each token as a position in `OUTCOME_NAMES`, `[n]` uint8.
 
-    `run` is True if a training pass was run on the token's episode: one value, or one per token.
+    `flags` are sums of `TokenFlag` values. `run` is True if a training pass was run on the token's
+    episode, for all tokens or for each.
     """
     names = list(OUTCOME_NAMES)
     other = np.where(run, names.index(KEPT), names.index(SKIPPED))
@@ -347,7 +369,8 @@ def outcome_codes(flags: Any, *, run: Any) -> Any:
 
 
 class ChosenTokens:
-    """The trained tokens of a run that fit a `TokenChoice` (a filter by step, lag and exactness).
+    """The trained tokens of a run that a `TokenChoice` (a filter by step, lag and exactness)
+    selects.
 
     They are held in parts, one for each group in each step that trained on it.
     """
@@ -356,9 +379,11 @@ class ChosenTokens:
         self.read = read
         self._parts = parts
         self.with_d = [_finite(part, "log_d") for part in parts]
-        """The tokens that have a log D. They have no log S if no pass was run on their episode."""
+        """The tokens that have a log D, in parts. Some have no log S, because no training pass was
+        run on their episode.
+        """
         self.placed = [_finite(part, "log_s") for part in self.with_d]
-        """The tokens that have a log D and a log S."""
+        """The tokens that have both a log D and a log S, in parts."""
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
@@ -369,7 +394,9 @@ class ChosenTokens:
 
     @property
     def without_s(self) -> Row:
-        """The number of `tokens` with a log D but no log S, and of those `dropped` among them."""
+        """Two numbers: the `tokens` with a log D and no log S, and those of them that were
+        `dropped` by the correction or a technique.
+        """
         dropped = 0
         for part in self.with_d:
             names = np.array(OUTCOME_NAMES)[part.outcome[~np.isfinite(part.log_s)]]
@@ -377,7 +404,7 @@ class ChosenTokens:
         return {"tokens": sum(map(len, self.with_d)) - self.num_placed, "dropped": dropped}
 
     def for_ratios(self, ratios: str) -> Sequence[TokenColumns]:
-        """Return the tokens that have values of the ratios "d", "s" or "ds"."""
+        """Return the tokens, in parts, that have values of all ratios in "d", "s" or "ds"."""
         return self.with_d if ratios == "d" else self.placed
 
     @property
@@ -386,7 +413,7 @@ class ChosenTokens:
 
     @property
     def steps(self) -> list[int]:
-        """The first and the last step of the tokens. Empty without tokens."""
+        """The first and the last step that trained on the tokens. Empty if there are no tokens."""
         steps = [part.step for part in self._parts if len(part)]
         return [min(steps), max(steps)] if steps else []
 
@@ -396,17 +423,17 @@ class ChosenTokens:
 
 
 def _finite(part: TokenColumns, name: str) -> TokenColumns:
-    """Return the tokens whose value in the column `name` is finite."""
     where = np.isfinite(getattr(part, name))
     return part if where.all() else part.take(where)
 
 
 def answer(tokens: ChosenTokens, brush: Brush, drawn: Row, max_points: int = 0) -> Row:
-    """Return counts, points and marginals of some tokens, and episodes with tokens in the brush.
+    """Return the answer for the plot of log D and log S: counts, points and marginals of `tokens`,
+    and the episodes with tokens inside the `brush` (the rectangle that the user selected).
 
-    The brush is a rectangle that the user selected. `drawn` has the `lines` of the run's limits,
-    which the axes include. It is part of the answer. At most `max_points` points are returned, or
-    `MAX_POINTS` if it is 0 or larger than that.
+    `drawn` is made part of the answer. Its `lines` are the run's limits on D and S, for which the
+    axes have space. At most `max_points` points are returned, or `MAX_POINTS` if `max_points` is 0
+    or larger.
     """
     lines = drawn["lines"]
     axes = {name: _extent(tokens, name, lines) for name in ("log_d", "log_s")}
@@ -438,12 +465,16 @@ def answer(tokens: ChosenTokens, brush: Brush, drawn: Row, max_points: int = 0) 
 
 
 def to_axis(values: Any) -> Any:
-    """Return positions of log ratios on an axis: about linear up to `UNIT`, then logarithmic."""
+    """Return positions of log ratios (in nats) on an axis: about linear up to `UNIT`, then
+    logarithmic.
+    """
     return np.arcsinh(np.asarray(values, np.float64) / UNIT)
 
 
 def _extent(tokens: ChosenTokens, name: str, lines: Sequence[Row]) -> list[float]:
-    """Return the two ends of the axis of `name`, as positions (`to_axis`)."""
+    """Return the lower and the upper end of the axis `name` ("log_d" or "log_s"), as positions on
+    the axis (`to_axis`).
+    """
     values = [0.01, -0.01]
     for part in tokens.for_ratios(name[-1]):
         if len(part):
@@ -464,7 +495,9 @@ def _cell(values: Any, axis: Sequence[float]) -> Any:
 
 
 def _counts(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]]) -> list[list[int]]:
-    """Return the cells of the grid that have tokens, as `[column, row, number of tokens]`."""
+    """Return the number of tokens in each cell of the grid, as `[column, row, number]`, without
+    empty cells.
+    """
     grid = np.zeros(CELLS * CELLS, np.int64)
     for part in parts:
         cell = _cell(part.log_d, axes["log_d"]) * CELLS + _cell(part.log_s, axes["log_s"])
@@ -474,7 +507,9 @@ def _counts(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]]) 
 
 
 def _marginal(parts: Sequence[TokenColumns], name: str, axis: Sequence[float]) -> list[Row]:
-    """Return the number of tokens in each cell along the axis of `name`, by lag (staleness)."""
+    """Return the number of tokens in each cell along the axis `name` ("log_d" or "log_s"), by lag
+    (staleness).
+    """
     found: dict[int, Any] = {}
     for part in parts:
         cell = _cell(getattr(part, name), axis)
@@ -502,10 +537,12 @@ MERGED = 50_000
 
 
 def _sample(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]], limit: int) -> Row:
-    """Return at most `limit` tokens to draw as points: a list of values for each column, by name.
+    """Return the tokens to draw as points, at most `limit`: a list of values for each column, by
+    name.
 
-    One token of each cell of the grid over the plane is taken first, then a second one, and so on.
-    Within a cell the order is that of a hash, so the choice is random but the same each time.
+    The first token of each cell of the grid is taken first, then the second of each cell, and so
+    on. The order within a cell is that of a hash, so the sample is random but the same in every
+    call.
     """
     names = [each.name for each in fields(TokenColumns)[1:]]
     best: dict[str, Any] = {}
@@ -533,9 +570,10 @@ def _hash(part: TokenColumns) -> Any:
 
 
 def _best(columns: Sequence[Mapping[str, Any]], limit: int) -> dict[str, Any]:
-    """Return the first `limit` tokens by their rank within their cell, then by hash.
+    """Return at most `limit` tokens of `columns`: the first of each cell, then the second, and so
+    on.
 
-    A token that is left out would also be left out of a larger set.
+    A token that is left out here would also be left out if there were more tokens.
     """
     joined = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
     by_cell = np.lexsort((joined["order"], joined["cell"]))
@@ -549,8 +587,8 @@ def _best(columns: Sequence[Mapping[str, Any]], limit: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Episode:
-    """The number of an episode's tokens in the brush (selected rectangle) in one step, and the
-    farthest of them.
+    """The number of an episode's tokens inside the brush (the selected rectangle) in one step, and
+    the values of its farthest such token.
     """
 
     episode: int
@@ -563,10 +601,11 @@ class _Episode:
 
 
 def _selected(tokens: ChosenTokens, brush: Brush) -> Row:
-    """Return the number of tokens inside the brush, and the episodes with most such tokens.
+    """Return the number of tokens inside the brush (the selected rectangle), and the episodes with
+    most such tokens.
 
-    Each episode has its farthest token: the one with the largest size of a ratio that the brush
-    (selected rectangle) limits.
+    Each episode has its farthest token inside: the one with the largest |log D| or |log S|, of the
+    ratios that the brush limits.
     """
     found: list[_Episode] = []
     parts = list(tokens.inside(brush))

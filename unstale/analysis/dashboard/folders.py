@@ -1,4 +1,4 @@
-"""Find the run folders below a folder. Every other path is refused."""
+"""Find the run folders below a root folder. Paths outside it and links are refused."""
 
 import os
 from collections.abc import Iterator
@@ -8,28 +8,31 @@ from unstale.config import ConfigError
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS
 
 MAX_DEPTH = 4
-"""Number of levels of folders in which runs are found. The runs of a comparison are two or three
-levels down.
+"""Number of levels of folders below the root in which runs are found. The runs of a comparison are
+two or three levels down.
 """
 
 MAX_RUNS = 2000
 MAX_VISITED = 20_000
-"""Largest number of folders that a search visits. It limits the time in a folder without runs."""
+"""Largest number of folders that a search for runs visits. It limits the time if there are few
+runs.
+"""
 
 
 class UnknownRun(LookupError):
-    """Error: no run in the dashboard's folder has the given name."""
+    """Error: the dashboard's folder has no run with the requested name."""
 
 
 class RunFolders:
-    """The run folders below a root, by name.
+    """The run folders below the folder `root`, by name.
 
-    A name is the path from the root, with `/` between its parts. Links are never followed. If the
-    root itself is a run folder, it is the only run, and its name is that of the folder.
+    The name of a run is its path from the root, with `/` between the parts. Links are never
+    followed. If the given folder is itself a run, it is the only run, and its name is that of the
+    folder.
     """
 
     def __init__(self, root: Path) -> None:
-        """Make the list of runs below `root`. Raises `ConfigError` if `root` is not a folder."""
+        """Prepare the search below `root`. Raises `ConfigError` if `root` is not a folder."""
         if not root.is_dir():
             problem = "it is a file" if root.exists() else "it does not exist"
             raise ConfigError(f"{root} is not a folder of runs: {problem}")
@@ -37,13 +40,12 @@ class RunFolders:
         self._only = root.name if _is_run(root) else ""
         self.root = root.parent if self._only else root
         self.problem = ""
-        """A sentence on why the newest search did not find all runs. Empty if it did."""
+        """A sentence on why the last call of `names` did not find all runs. Empty if it did."""
 
     def names(self) -> list[str]:
-        """Return the names of all runs in alphabetical order.
+        """Search for runs, and return their names in alphabetical order.
 
-        If there are more than `MAX_RUNS`, or more than `MAX_VISITED` folders, only the first ones
-        are found, and `problem` says so.
+        The search ends after `MAX_RUNS` runs or `MAX_VISITED` folders, and `problem` then says so.
         """
         if self._only:
             return [self._only]
@@ -69,7 +71,7 @@ class RunFolders:
         return sorted(found)
 
     def path(self, name: str) -> Path:
-        """Return the folder of the run with a name.
+        """Return the folder of the run `name`.
 
         Raises `UnknownRun` if no run has this name, or if a part of the path is a link.
         """
@@ -101,9 +103,9 @@ def is_own_file(path: Path) -> bool:
 
 
 def _folders(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Path]]:
-    """Yield the name and path of each folder down to `depth` levels below a folder.
+    """Yield the name and path of each folder at most `depth` levels below `folder`.
 
-    Folders within a run folder are left out.
+    A name is `prefix` and the path below `folder`. Folders inside a run folder are left out.
     """
     try:
         with os.scandir(folder) as entries:

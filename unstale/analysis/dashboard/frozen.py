@@ -1,7 +1,8 @@
-"""Write the report of a run: one file with the run's page of the dashboard and its data.
+"""Write the report of a run: one HTML file with the run's page of the dashboard and its data.
 
-It has the scripts and styles of the dashboard. The data that the page would request from the server
-are in the file as JSON, thinned so that its size does not grow with the run.
+The file includes the scripts and styles of the dashboard. It has as JSON the data that the page
+would otherwise request from the server. These are thinned, so that the size of the file does not
+grow with the run.
 """
 
 import shlex
@@ -36,30 +37,36 @@ from unstale.durability.run_folder import (
 )
 
 READ_S = 60.0
-"""Seconds after which no more episodes of a long run are read."""
+"""Seconds after which no more of a long run's journal is read for the report."""
 
 POINTS, OTHER_POINTS = 240, 60
-"""Largest number of points in the report of a metric with a described plot, and of any other."""
+"""Largest number of points of one metric in the report: of a metric in a described plot, and of any
+other.
+"""
 
 VALUES, OTHER_VALUES = 40_000, 12_000
-"""Largest number of points of all metrics with a described plot together, and of all others."""
+"""Largest number of points in the report of all metrics in described plots together, and of all
+others together.
+"""
 
 LAG_PARTS, SPANS, EVALUATIONS = 120, 800, 300
 FAILURES_LISTED, EVENTS_LISTED = 20, 100
-"""Numbers of newest failed episodes and of newest events in the report."""
+"""Number of newest failed episodes, and of newest events, in the report."""
 
 TOKEN_POINTS = 800
-"""Number of tokens in the report's plot of D and S. plane.js has the same number."""
+"""Number of tokens in the report's plot of D and S. It must be the number in plane.js."""
 
 LAST_STEPS = 8
-"""Number of last steps whose activities are in the report, besides an overview of the whole run."""
+"""Number of last steps that have a timeline of their own in the report of a long run, besides the
+timeline of the whole run.
+"""
 
 EPISODE_TOKENS = 1000
-"""Number of first tokens of an episode that are in the report."""
+"""Number of tokens from the start of an example episode that are in the report."""
 
 SUCCESS, MEAN_STEPS = "rollout/success_rate", 5
-"""The metric of the learning curve, and the number of steps over which it is averaged. run.js has
-the same number.
+"""The metric of the learning curve, and the number of steps over which it is averaged. This must be
+the number in run.js.
 """
 
 
@@ -72,15 +79,16 @@ def write_report(run_folder: Path) -> Path:
 
 
 def write_and_warn(run_folder: Path) -> tuple[Path, list[str]]:
-    """Write the report of a run. Return its path, and the warnings in it as sentences."""
+    """Write the report of a run. Return its path, and the report's warnings as sentences."""
     answers = freeze(run_folder)
     return _write(run_folder, answers), _warnings(answers["run"])
 
 
 def write_and_summarize(run_folder: Path) -> str:
-    """Write the report of a run. Return its path and its main sentences, as lines of a text.
+    """Write the report of a run. Return a text: the report's path, then its main sentences, one a
+    line.
 
-    They are about the end of the run, its success, warnings, the bottleneck, and what would help.
+    The sentences are about the end of the run, its success, warnings, the bottleneck, and advice.
     """
     answers = freeze(run_folder)
     return "\n".join([str(_write(run_folder, answers)), *_sentences(answers["run"])])
@@ -126,9 +134,9 @@ def _warnings(run: Row) -> list[str]:
 
 
 def freeze(folder: Path) -> Row:
-    """Return the data that the page of a run would request from the server, by kind of request.
+    """Return the data that the page of a run would request from the server, by name of the request.
 
-    Raises `ConfigError` if the folder has no run, and OSError if there is no space for the index.
+    Raises `ConfigError` if the folder has no run, and OSError if the index cannot be written.
     """
     RunFolder(folder)  # refuses a folder without a run
     with TemporaryDirectory(prefix="unstale-report-") as made:
@@ -179,7 +187,7 @@ def _answers(index: RunIndex) -> Row:
 
 
 def _run(index: RunIndex, name: str) -> Row:
-    """Return the data about the run as a whole, without those that depend on the present time."""
+    """Return the data about the run as a whole, without values that depend on the present time."""
     run = summary.overview(name, index)
     if run["state"] == "live":
         run["state"] = "failed" if run["error"] else "silent"
@@ -204,8 +212,9 @@ def _run(index: RunIndex, name: str) -> Row:
 def _series(index: RunIndex) -> Row:
     """Return the values of all metrics over the steps, thinned.
 
-    `series` has for each metric its values and the position in `steps` of their list of steps.
-    `means` has the learning curve, averaged over `MEAN_STEPS` steps, in the same form.
+    `steps` is a list of lists of steps. `series` has for each metric a position in `steps` and the
+    values at these steps. `means` has the learning curve in the same form, averaged over
+    `MEAN_STEPS` steps.
     """
     main: list[str] = ["time_s"]
     other: list[str] = []
@@ -232,7 +241,11 @@ def _series(index: RunIndex) -> Row:
 
 
 def _spans(database: Database) -> list[Row]:
-    """Return the timeline of the whole run and, in a longer run, that of its last steps."""
+    """Return the timeline of the whole run, and in a long run also that of the last `LAST_STEPS`
+    steps.
+
+    A run is long if its timeline has too many activities to list each.
+    """
     whole = timeline.spans(database, 0.0, 1e18, SPANS)
     times = summary.series(database, ["time_s"], summary.MAX_POINTS)["time_s"][1]
     if not whole["parts"] or len(times) <= LAST_STEPS:
@@ -242,7 +255,6 @@ def _spans(database: Database) -> list[Row]:
 
 
 def _factors(folder: Path) -> Row | None:
-    """Return the run's trained tokens in the plane of log D and log S. None if unreadable."""
     try:
         found = TokenCache().read(folder, TokenChoice())
         return dict(_short(answer(found, Brush(), limits.of_run(folder), TOKEN_POINTS), 4))
@@ -251,7 +263,9 @@ def _factors(folder: Path) -> Row | None:
 
 
 def _episode(index: RunIndex, number: int) -> Row | None:
-    """Return the first tokens of an episode. None if it is damaged or not in the index yet."""
+    """Return the first `EPISODE_TOKENS` tokens of an episode. None if the episode is damaged or was
+    not copied into the index.
+    """
     try:
         return dict(_short(tokens.episode(index, number, limit=EPISODE_TOKENS), 5))
     except (JournalError, OSError, tokens.UnknownEpisode, tokens.NotYet):
@@ -259,7 +273,8 @@ def _episode(index: RunIndex, number: int) -> Row | None:
 
 
 def _short(value: Any, digits: int = 6) -> Any:
-    """Return a JSON value with all floats rounded to `digits` significant digits.
+    """Return a JSON value with floats rounded to `digits` significant digits. NaN and infinity
+    become None.
 
     >>> _short({"a": [0.123456789, 2]}, 3)
     {'a': [0.123, 2]}

@@ -1,4 +1,6 @@
-"""Copy a run's metrics, events and journal into its index, one bounded part at a time."""
+"""Copy a run's metrics, events and journal into its index (an SQLite database), one bounded part at
+a time.
+"""
 
 import os
 import sqlite3
@@ -29,27 +31,33 @@ from unstale.observe.run_rows import histogram
 from unstale.observe.words import number
 
 CHUNK_EPISODES = 400
-"""Largest number of episodes that are read in one transaction, to limit its length."""
+"""Largest number of episodes that are copied in one transaction, to limit its duration."""
 
 CHUNK_TOKENS = 400_000
-"""Approximate largest number of tokens that are read in one transaction, to limit the memory."""
+"""Approximate largest number of tokens that are copied in one transaction, to limit the memory."""
 
 MAX_NAMES = 2000
-"""Largest number of metrics that are kept. A damaged file may have any number of names."""
+"""Largest number of different metrics that are copied. A damaged file may have any number of
+names.
+"""
 
 STATE_EVENTS = ("started", "resumed", "stopped")
-"""Kinds of events that determine the state of a run."""
+"""Kinds of events from which the state of a run (for example, stopped) follows."""
 
 STATE_FIELDS = ("reason", "detail", "command")
 
 _UNSTORABLE = (OverflowError, UnicodeEncodeError, RecursionError)
-"""Errors when a row is stored: a number beyond 64 bits, half a surrogate pair, very deep JSON."""
+"""Errors that SQLite or JSON raises for a row that cannot be stored: a number beyond 64 bits, half
+a surrogate pair, very deep nesting.
+"""
 
 ADD_WORDS = "INSERT INTO words (rowid, text) VALUES (?, ?)"
 
 
 class _Consumed(NamedTuple):
-    """A group that was trained on: its number, the step, and the policy's version before it."""
+    """A group that was trained on: its number, the step, and the policy's version before this
+    step.
+    """
 
     group: int
     step: int
@@ -60,7 +68,7 @@ _NOTHING = _Consumed(-1, -1, -1)
 
 
 class RunIndex:
-    """The index of one run, which is a database of copied data, and the progress of filling it.
+    """The index of one run: a database of copied data, and how far the copying has come.
 
     One thread calls `update_files` and `update_journal`. Any thread may read the attributes.
     """
@@ -73,29 +81,39 @@ class RunIndex:
         self.num_events = 0
         self.last_step = 0
         self.num_episodes = 0
-        """Number of the journal's episodes that are in this database."""
+        """Number of the journal's episodes that are in the database, whether they have ended or
+        not.
+        """
         self.num_ended = 0
         self.num_started = 0
-        """Number of episodes that the journal had when it was last read."""
+        """Number of episodes that had begun when the journal was last read."""
         self.is_complete = False
-        """True if all that the journal had when it was last read is in this database."""
+        """True if nothing was left to copy when the journal was last read. It is also True if the
+        journal cannot be read.
+        """
         self.problem = ""
-        """A sentence on why the journal could not be read. Empty if it could."""
+        """A sentence on why the journal cannot be read. Empty if it can."""
         self.failure = ""
-        """A sentence on why the index is no longer updated. Empty if it is."""
+        """A sentence on why the index is not updated any more, for example because of a full disk.
+        Empty if it is.
+        """
         self.search_problem = ""
-        """A sentence on why texts cannot be searched. Empty if they can."""
+        """A sentence on why the text of episodes cannot be searched. Empty if it can."""
         self.changes = 0
-        """A number that grows with every change of this database."""
+        """A number that grows whenever the content of this index or a sentence on a problem
+        changes.
+        """
         self._metrics = Tail(folder / METRICS)
         self._events = Tail(folder / EVENTS)
         self.state_events: dict[str, tuple[int, Row]] = {}
-        """The last event of each kind in `STATE_EVENTS`: its position in the log, and its fields.
+        """The last event of each kind in `STATE_EVENTS`: its position in `events.jsonl`, and its
+        fields.
         """
         self.health = TrainingHealth()
-        """The checks of training health over the rows of `metrics.jsonl` read so far.
+        """The checks of training health, applied to the rows of `metrics.jsonl` read so far.
 
-        Events of checks are not used, because they include steps that a resume has repeated.
+        The checks that the run itself logged as events are not used, because they include steps
+        that a resume has repeated.
         """
         self._names: dict[str, int] = {}
         self._state: tuple[int, ...] = ()
@@ -103,48 +121,55 @@ class RunIndex:
         self._last_episode = -1
         self._last_consumed = _NOTHING
         self._has_backlog = False
-        """True if some episodes that have ended are not copied yet."""
+        """True if the last part was full, so that more episodes may have ended that are not copied
+        yet.
+        """
         self._siblings: tuple[int, dict[int, Row]] = (-1, {})
-        """The number of the group that `_training` read last, and the columns about training of its
-        episodes, by episode. -1 before the first group.
+        """The number of the group that `_training` read last (-1 before the first), and the
+        training columns of each of its episodes, by episode number.
         """
         self._decode: Decode | None = None
         self._counted: tuple[int, ...] = ()
-        """State (`_state`) of the journal when its episodes were counted last."""
+        """State of the journal's files (`_state`) when `count_episodes` last read it."""
         self._wants_words = False
         self._without_words = array("q")
-        """Episodes that have ended and whose text is not in the full-text index."""
+        """Numbers of ended episodes whose text is not in the full-text index yet."""
         self._skipped = array("q")
-        """Episodes that the transaction in progress will add to `_without_words`."""
+        """Numbers of episodes that are added to `_without_words` when the current transaction has
+        succeeded.
+        """
 
     def close(self) -> None:
         self.database.close()
 
     @property
     def problems(self) -> list[str]:
-        """Sentences about what could not be read."""
+        """Sentences on what could not be read or updated, for the page."""
         read = (self._metrics.problem, self._events.problem, self.problem, self.search_problem)
         found = (self.failure, *read)
         return [text for text in found if text]
 
     @property
     def names(self) -> list[str]:
-        """The names of the metrics read so far."""
         return list(self._names)
 
     @property
     def coverage(self) -> str:
-        """A clause on how many of the episodes that have begun are in the index as ended."""
+        """A clause for messages: how many of the episodes that have begun have ended and are in the
+        index.
+        """
         return f"{self.num_ended} of {self.num_started} episodes are in the index"
 
     @property
     def num_searchable(self) -> int:
-        """The number of episodes whose text can be searched."""
+        """The number of ended episodes that a full-text search covers."""
         return self.num_ended - len(self._without_words)
 
     @property
     def lacks_words(self) -> bool:
-        """True if a search was requested and texts are missing from the full-text index."""
+        """True if a full-text search was requested and the text of some ended episodes is not
+        indexed yet.
+        """
         return self._wants_words and len(self._without_words) > 0
 
     @property
@@ -153,19 +178,23 @@ class RunIndex:
         return self.is_complete and not self.lacks_words and not self.database.wants_index
 
     def look_again(self) -> None:
-        """Set `is_complete` to False if the journal has changed since it was last read."""
+        """Set `is_complete` to False if the journal's files have changed since they were last
+        read.
+        """
         if _state(self.folder) != self._state:
             self.is_complete = False
 
     def want_words(self) -> None:
-        """Request the full-text index. `update_journal` then fills it.
+        """Request the full-text index of the conversations. `update_journal` then fills it.
 
-        Without a search it is not needed, and it takes a quarter of the time to copy an episode.
+        It is filled only on request, because it takes a quarter of the time to copy an episode.
         """
         self._wants_words = True
 
     def update_files(self) -> bool:
-        """Read the next part of metrics and events. Return False if there was nothing new."""
+        """Copy the next part of `metrics.jsonl` and `events.jsonl`. Return False if neither had new
+        rows.
+        """
         return self._read_metrics() | self._read_events()
 
     def _read_metrics(self) -> bool:
@@ -184,9 +213,10 @@ class RunIndex:
     def _add_each(
         self, tail: Tail, rows: Sequence[Row], add: Callable[[sqlite3.Connection, Row], None]
     ) -> None:
-        """Add rows of a file with `add`. Rows that SQLite cannot store are left out.
+        """Call `add` for each row of the file that `tail` reads. Rows that SQLite cannot store are
+        left out.
 
-        `tail.problem` then has a sentence about them.
+        In that case `tail.problem` has a sentence about it.
         """
         if not rows:
             return
@@ -238,7 +268,8 @@ class RunIndex:
         return bool(rows)
 
     def update_journal(self) -> bool:
-        """Copy the next part of the journal. Return False if there was nothing left to copy.
+        """Copy a part of the journal, or make a requested database index. Return False if nothing
+        was left.
 
         If the journal cannot be read, `problem` has the reason, and a later call tries again when
         the file has changed.
@@ -266,7 +297,9 @@ class RunIndex:
         return self.is_complete and self.database.make_index()
 
     def count_episodes(self) -> None:
-        """Update `num_started` from the journal if it has changed, without copying episodes."""
+        """Update `num_started` from the journal without copying episodes. It is read only if it has
+        changed.
+        """
         state = _state(self.folder)
         if state in (self._counted, self._state):
             return
@@ -297,7 +330,7 @@ class RunIndex:
             self.search_problem = f"texts cannot be searched: {error}"
 
     def _copy(self, journal: JournalReader) -> bool:
-        """Copy one part of the journal. Return True if it was the last."""
+        """Copy one part of the journal. Return True if everything was copied."""
         ((started,),) = journal.rows("SELECT count(*) FROM episodes")
         if started < self.num_episodes or self._was_rewound(journal):
             self._restart(self._inode)
@@ -328,10 +361,11 @@ class RunIndex:
         return is_last and self.num_episodes >= started
 
     def _was_rewound(self, journal: JournalReader) -> bool:
-        """Return True if a resume has deleted the group that was trained on last.
+        """Return True if a resume has removed the newest copied training of a group from the
+        journal.
 
-        A group that was trained on again counts as deleted only if its step or version differs.
-        Otherwise it has the same values as before.
+        If the group was trained on again in the same step with the same version, its values are the
+        same, so the result is False.
         """
         last = self._last_consumed
         rows = journal.rows("SELECT step, version FROM consumed WHERE number = ?", last.group)
@@ -342,7 +376,7 @@ class RunIndex:
     ) -> tuple[int, bool]:
         """Copy those of the episodes `open_` that have ended, up to the limits of a transaction.
 
-        Return their number, and True if none are left.
+        Return the number of copied episodes, and False if a limit was reached.
         """
         copied = tokens = 0
         is_last = True
@@ -357,10 +391,10 @@ class RunIndex:
         return copied, is_last
 
     def _training(self, journal: JournalReader, end: Sequence[Any], oldest: int | None) -> Row:
-        """Return the columns about training of one episode, for the table of episodes.
+        """Return the columns of the table of episodes that describe the training of one episode.
 
-        They are read for the whole group and cached. `end` is a row of `_ends`. `oldest` is the
-        oldest version that sampled the episode, or None.
+        They are computed for its whole group and cached. `end` is a row of `_ends`. `oldest` is the
+        oldest version that sampled the episode, or None if no token was sampled.
         """
         episode, step, group, version = end[0], *end[-3:]
         if self._siblings[0] != group:
@@ -375,9 +409,10 @@ class RunIndex:
         end: Sequence[Any],
         ages: Counter[tuple[int, int]],
     ) -> int:
-        """Copy one episode that has ended, and count its trained tokens in `ages`.
+        """Copy one episode that has ended. Return its number of tokens.
 
-        `end` is a row of `_ends`. Return the number of tokens of the episode.
+        `end` is a row of `_ends`. The trained tokens of the episode are added to `ages`, by (tenth
+        of the episode, lag).
         """
         episode = end[0]
         try:
@@ -401,7 +436,7 @@ class RunIndex:
     def _searched_text(self, episode: int, pieces: Sequence[Piece]) -> str:
         """Return the text of an episode for the full-text index.
 
-        Without a search, return "" and note that the text is missing.
+        If no search was requested, return "" and note that the text is missing.
         """
         if self._decode is None:
             return ""
@@ -411,9 +446,9 @@ class RunIndex:
         return text_of(pieces, self._decode)
 
     def _copy_words(self, journal: JournalReader) -> int:
-        """Add the next missing texts to the full-text index. Return the number of episodes.
+        """Add a part of the missing texts to the full-text index. Return the number of episodes.
 
-        An episode whose text cannot be read gets a note in its row, and no text.
+        If the text of an episode cannot be read, its row gets a note, and it has no text.
         """
         copied = tokens = 0
         with self.database.write() as writer:
@@ -436,7 +471,9 @@ class RunIndex:
 
 
 def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-    """Yield a row of the journal on the end of each of the episodes `open_` that has ended."""
+    """Yield a row of the journal for each of the episodes `open_` that has ended: its end and
+    training.
+    """
     for start in range(0, len(open_), CHUNK_EPISODES):
         part = open_[start : start + CHUNK_EPISODES]
         marks = ", ".join("?" * len(part))
@@ -452,10 +489,9 @@ def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, .
 
 
 def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
-    """Add an episode that has begun to the run's index, a database.
+    """Add an episode that has begun to the table of episodes, as open.
 
-    Further attempts at an episode have the same seed. Its branches (further conversations) have
-    others.
+    A further attempt at an episode has the same seed. A branch (further conversation) has another.
     """
     episode, group, sibling, seed, env, split, task = row
     first = writer.execute(
@@ -473,7 +509,7 @@ def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
 def _copy_consumed(
     journal: JournalReader, writer: sqlite3.Connection, after: int
 ) -> list[_Consumed]:
-    """Mark the episodes of groups that were trained on in steps after `after`.
+    """Mark the episodes of all groups that were trained on in steps after `after` as trained.
 
     Return these groups in the order of the steps.
     """
@@ -498,9 +534,10 @@ def _copy_consumed(
 def _add_training(
     journal: JournalReader, writer: sqlite3.Connection, group: int, step: int
 ) -> None:
-    """Write the columns about training for the episodes of a trained group.
+    """Write the columns that describe training for all episodes of a group that was trained on in
+    `step`.
 
-    If the journal is damaged, write a note instead.
+    If the journal is damaged, write a note into their rows instead.
     """
     try:
         found = measure_group(journal, group, step)
@@ -516,7 +553,9 @@ def _add_training(
 
 
 def _state(folder: Path) -> tuple[int, ...]:
-    """Return numbers that change when the journal does: inode, sizes and times of its files."""
+    """Return numbers that change whenever the journal does: inode, size and time of its two
+    files.
+    """
     state: list[int] = []
     for name in (JOURNAL, f"{JOURNAL}-wal"):
         try:

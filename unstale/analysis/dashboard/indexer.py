@@ -1,4 +1,4 @@
-"""A thread that keeps the indexes of runs up to date."""
+"""A thread that keeps the indexes (databases of copied data) of runs up to date."""
 
 import sqlite3
 import tempfile
@@ -15,16 +15,18 @@ POLL_S = 1.0
 """Seconds between two checks of the run folders for new data."""
 
 SEARCH_S = 5.0
-"""Seconds between two searches for new runs."""
+"""Seconds between two searches for new run folders."""
 
 JOURNAL_S = 5.0
-"""Seconds between two checks of a journal that was read to its end. Pages update as often."""
+"""Seconds between two readings of a journal that was read to its end, and so between two updates of
+pages with episodes.
+"""
 
 WATCHED_S = 60.0
-"""Seconds after the last request for a run's episodes during which its journal is read."""
+"""Seconds for which the journal of a run is read after a request for the run's episodes."""
 
 SLICE_S = 0.5
-"""Seconds for which one run is read before the next run is read."""
+"""Seconds for which one run is read before it is the next run's turn."""
 
 FAILURES = (
     sqlite3.Error,
@@ -39,28 +41,28 @@ FAILURES = (
 
 
 class Indexer:
-    """The indexes of all runs in a folder, in a temporary folder that is removed at the end.
+    """The indexes of all runs in a folder. They are in a temporary folder that is removed at the
+    end.
 
-    New metrics and events of every run are read. The journal of a run is read while its episodes
-    are requested. If only the run's page is requested, its episodes are counted. The thread runs
-    while the indexer is used as a context manager.
+    A thread reads new metrics and events of every run. It reads the journal of a run only while the
+    run's episodes are requested. It only counts the episodes if the run's page is requested without
+    them. The thread runs while the indexer is used as a context manager.
     """
 
     def __init__(self, folders: RunFolders, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.folders = folders
         self.problem = ""
-        """Sentences on why runs are not shown. Empty if all are."""
+        """Sentences on why some runs are not shown. Empty if all are shown."""
         self._clock = clock
         self._indexes: dict[str, RunIndex] = {}
         self._asked: dict[str, float] = {}
-        """Time of the last request for the episodes of a run, by name."""
+        """Name of a run -> time of the last request for its episodes."""
         self._shown: dict[str, float] = {}
-        """Time of the last request for the page of a run, by name."""
+        """Name of a run -> time of the last request for its page."""
         self._read_at: dict[str, float] = {}
-        """Time at which the journal of a run was last read, by name."""
+        """Name of a run -> time at which its journal was last read."""
         self._searched = -SEARCH_S
         self._made = 0
-        """Number of indexes made so far. Each has a file of its own."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopped = False
@@ -82,10 +84,10 @@ class Indexer:
         self._folder.cleanup()
 
     def get(self, name: str, *, journal: bool = True, count: bool = False) -> RunIndex:
-        """Return the index of a run, which may still be empty.
+        """Return the index of a run. It may not be filled yet.
 
-        With `journal`, the run's episodes are read for the next `WATCHED_S` seconds. With `count`,
-        they are counted. Raises `UnknownRun` if there is no such run.
+        With `journal`, the run's episodes are copied for the next `WATCHED_S` seconds. With
+        `count`, they are counted for as long. Raises `UnknownRun` if there is no such run.
         """
         path = self.folders.path(name)
         with self._lock:
@@ -106,7 +108,7 @@ class Indexer:
         return index
 
     def want_words(self, index: RunIndex) -> None:
-        """Request the full-text index of a run, and wake the thread."""
+        """Request the full-text index of a run's conversations, and wake the thread to fill it."""
         index.want_words()
         if index.lacks_words:
             self._wake.set()
@@ -123,7 +125,9 @@ class Indexer:
                 self._wake.wait(POLL_S)
 
     def _update(self) -> bool:
-        """Read new data of every run for a limited time. Return True if there is more to read."""
+        """Read new data of every run, each for a limited time. Return True if any run has more to
+        read.
+        """
         now = self._clock()
         if now - self._searched >= SEARCH_S:
             self._searched, names = now, self.folders.names()
@@ -146,14 +150,13 @@ class Indexer:
         return more
 
     def _is_looked_at(self, name: str) -> bool:
-        """Return True if a run's page or episodes were requested less than `WATCHED_S` ago."""
         last = max(self._asked.get(name, -WATCHED_S), self._shown.get(name, -WATCHED_S))
         return self._clock() - last < WATCHED_S
 
     def _read_journal(self, name: str, index: RunIndex) -> bool:
-        """Read or count the episodes of a run that was requested lately.
+        """Copy or count the episodes of a run if its episodes or page were requested lately.
 
-        Return True if there is more to read. A journal that was read to its end is not opened again
+        Return True if there is more to copy. A journal that was read to its end is not opened again
         for `JOURNAL_S` seconds, because opening it takes some milliseconds.
         """
         now = self._clock()
@@ -174,7 +177,6 @@ class Indexer:
         return self._for_a_while(index, count)
 
     def _forget(self, name: str) -> None:
-        """Close and delete the index of a run whose folder was removed, if there is an index."""
         with self._lock:
             index = self._indexes.pop(name, None)
         if index is not None:
@@ -182,10 +184,10 @@ class Indexer:
             index.database.path.unlink(missing_ok=True)
 
     def _for_a_while(self, index: RunIndex, update: Callable[[], bool]) -> bool:
-        """Repeat an update until it returns False or `SLICE_S` seconds are over.
+        """Call `update` again and again until it returns False or `SLICE_S` seconds are over.
 
-        Return True if the time was over. An index whose update fails, for example on a full disk,
-        is no longer updated, and its `failure` has the reason.
+        Return True if the time was over. If a call fails, for example on a full disk, the index is
+        not updated any more, and its `failure` has the reason.
         """
         end = self._clock() + SLICE_S
         while not self._stopped and not index.failure:

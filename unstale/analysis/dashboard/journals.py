@@ -8,13 +8,16 @@ from unstale.analysis.dashboard.folders import is_own_file
 from unstale.durability.journal import JOURNAL, JournalReader
 
 _SHAPE_OFFSET, _SHAPE_WAL = 18, 2
-"""Position of a byte in the header of an SQLite file, and its value with a write-ahead log."""
+"""Position of the byte in the header of an SQLite file that shows if it has a write-ahead log, and
+the byte's value if so.
+"""
 
 
 def open_journal(folder: Path) -> JournalReader:
-    """Open the journal in a run folder for reading. The run may still be active.
+    """Open the journal in a run folder for reading. The run may be active at the same time.
 
-    Raises `JournalError`, and FileNotFoundError with the sentence of `unreadable`.
+    Raises FileNotFoundError with the sentence of `unreadable`, and `JournalError` if the journal is
+    damaged.
     """
     if problem := unreadable(folder):
         raise FileNotFoundError(problem)
@@ -22,7 +25,9 @@ def open_journal(folder: Path) -> JournalReader:
 
 
 def unreadable(folder: Path) -> str:
-    """Return a sentence on why the journal in a run folder is not opened. Empty if it can be."""
+    """Return a sentence on why `open_journal` refuses the journal in a run folder, or "" if it
+    opens it.
+    """
     path = folder / JOURNAL
     if not is_own_file(path):
         return _strange(path) or f"{JOURNAL} is missing, so there are no episodes"
@@ -46,7 +51,9 @@ def unreadable(folder: Path) -> str:
 
 
 def _strange(path: Path) -> str:
-    """Return a sentence on what a path is, if it exists and is no regular file. Otherwise ""."""
+    """Return a sentence on what a path is if it exists and is not a regular file. Otherwise return
+    "".
+    """
     try:
         mode = os.lstat(path).st_mode
     except OSError:

@@ -1,7 +1,7 @@
-"""The limits that a run's options set on D and S, as lines in the plane of log D and log S.
+"""The limits that a run's options set on D and S, as lines in a plot of log D and log S.
 
-A line is `on` log D (`d`, vertical), on log S (`s`, horizontal) or on their sum (`ds`, diagonal),
-`at` a value in nats. A correction limits log D, a clip log S.
+A correction limits log D, a clip limits log S. A line is `on` log D (`d`, vertical), on log S (`s`,
+horizontal) or on their sum (`ds`, diagonal), and `at` is its value in nats.
 """
 
 import math
@@ -20,7 +20,7 @@ from unstale.durability.run_folder import CONFIG, Row, RunFolder
 
 
 def in_loss(config: RunConfig) -> list[Entry]:
-    """Return the techniques of a run that replace the ratio or the loss of a token."""
+    """Return the chosen techniques of a run that replace the ratio or the loss of a token."""
     return [entry for entry in chosen(config.techniques) if entry.slot in ("ratio", "objective")]
 
 
@@ -35,16 +35,16 @@ def own_config(folder: Path) -> RunConfig:
 
 
 def lines(config: RunConfig) -> list[Row]:
-    """Return the lines that show the limits of a run's options, each with a sentence.
+    """Return the lines that show the limits of a run's options in the plot of log D and log S.
 
-    Lines are vertical or horizontal; that of `ratio_cap` is diagonal.
+    Each has a sentence (`text`) on the tokens beyond it.
     """
     found = bounds(config.correction, config.objective)
     return [line for each in found for line in _lines(each)]
 
 
 def _lines(limit: Bounds) -> Iterator[Row]:
-    """Yield a line for each end of a bound, with a sentence on the tokens beyond it."""
+    """Yield a line for each end of a bound."""
     aggregated = limit.unit != "token"
     for at, text in limit.ends():
         label = f"{NAMES[limit.on]} {at:g}"
@@ -66,8 +66,9 @@ def _lines(limit: Bounds) -> Iterator[Row]:
 def of_training(folder: Path, training: Row) -> Row:
     """Return the row `training` with the run's limits on D and S, and the gradient of each token.
 
-    `training` has the values of the tokens of an episode in the step that trained on it. `problem`
-    is a sentence on why the options of the run are not known, or "".
+    `training` has the values of an episode's tokens in the step that trained on it.
+    `bounds.explain` describes the result. If the options of the run cannot be read, the result has
+    no limits and no gradients, and `problem` has the reason. It is "" otherwise.
     """
     try:
         config = own_config(folder)
@@ -79,9 +80,9 @@ def of_training(folder: Path, training: Row) -> Row:
 
 
 def of_run(folder: Path) -> Row:
-    """Return the `lines` of a run, and `sentences` that explain them.
+    """Return the `lines` of a run, and `sentences` that explain them and the ratios.
 
-    `problem` is a sentence on why its options are not known, or "".
+    Both are empty if the options of the run cannot be read. `problem` has the reason, or is "".
     """
     try:
         config = own_config(folder)

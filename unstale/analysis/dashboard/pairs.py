@@ -1,4 +1,4 @@
-"""Compare two runs on the groups that have equal numbers and equal tasks in both."""
+"""Compare two runs on the groups that have the same number and the same task in both."""
 
 from collections.abc import Sequence
 
@@ -7,19 +7,20 @@ from unstale.durability.run_folder import Row
 from unstale.observe.statistics import paired_difference
 
 MAX_GROUPS = 50_000
-"""Number of newest groups of a run that are compared."""
+"""Number of newest groups of each run that are compared."""
 
 FIGURES = ("success", "reward", "sampled_tokens", "turns")
 
 
 def pairs(a: Database, b: Database) -> Row:
-    """Return the mean differences B - A over the groups with equal number and equal task.
+    """Return the mean differences B - A of two runs over the groups that have the same number and
+    task.
 
-    `figures` has for each figure the means of A and B, the difference, and `interval`, its 95%
-    interval over groups by Student's t, or None for a single group and for equal differences.
-    `late` has the same for the last quarter of the common groups, before which the runs have
-    trained longest. `groups` is the number of common groups, `only` the number of groups that had
-    different tasks or that one run did not finish.
+    `figures` has for each of `FIGURES` the means of A and B and their difference. Its `interval` is
+    the 95% interval of the difference over groups by Student's t, or None for a single group and
+    for equal differences. `late` has the same for the last quarter of the common groups, for which
+    the runs have trained longest. `groups` is the number of common groups. `only` is the number of
+    groups of both runs without a finished group of the same number and task in the other run.
     """
     left, right = _groups(a), _groups(b)
     common = sorted(left.keys() & right.keys())
@@ -34,10 +35,10 @@ def pairs(a: Database, b: Database) -> Row:
 
 
 def _groups(database: Database) -> dict[tuple[int, str], tuple[float | None, ...]]:
-    """Return the mean of each of `FIGURES` in a run's finished groups, by group number and task.
+    """Return the means of `FIGURES` over each finished group of a run, by group number and task.
 
-    A group is finished if none of its episodes that have begun is open. Branches (further
-    conversations) of an episode are left out, because they have its reward.
+    A group is finished if none of its episodes is still open. Branches (further conversations of an
+    episode) are left out, because they have its reward.
     """
     means = ", ".join(f"avg({name})" for name in FIGURES)
     rows = database.rows(

@@ -1,4 +1,4 @@
-"""Read the parameters of an HTTP request. A wrong parameter raises `BadQuestion`."""
+"""Read the parameters of an HTTP request. If one is missing or wrong, `BadQuestion` is raised."""
 
 from starlette.requests import Request
 
@@ -6,11 +6,11 @@ from unstale.analysis.dashboard.factors import Brush, TokenChoice
 from unstale.analysis.dashboard.table import BadQuestion
 
 MAX_NUMBERS = 500
-"""Largest number of values of a parameter that may be repeated."""
+"""Largest number of times that a parameter may be given in one request."""
 
 
 def token_choice(request: Request) -> TokenChoice:
-    """Return the choice of trained tokens that a request names."""
+    """Return the filter of trained tokens that a request's parameters describe."""
     limits = ("step_min", "step_max", "lag_min", "lag_max")
     given = {name: whole(request, name) for name in limits if request.query_params.get(name)}
     return TokenChoice(**given, exact=text(request, "exact", "all"))
@@ -32,7 +32,9 @@ def text(request: Request, name: str, default: str | None = None) -> str:
 
 
 def ints(request: Request, name: str) -> list[int]:
-    """Return the whole numbers of a parameter that may be repeated."""
+    """Return the values of a whole-number parameter that may be given several times or not at
+    all.
+    """
     texts = request.query_params.getlist(name)
     if len(texts) > MAX_NUMBERS:
         raise BadQuestion(f"{name} may be given {MAX_NUMBERS} times at most, got {len(texts)}")
@@ -40,7 +42,7 @@ def ints(request: Request, name: str) -> list[int]:
 
 
 def whole(request: Request, name: str, default: int | None = None) -> int:
-    """Return a parameter that is a whole number."""
+    """Return a parameter that must be a whole number. Without a `default`, it must be given."""
     return _as_int(name, text(request, name, None if default is None else str(default)))
 
 

@@ -1,8 +1,8 @@
 """The dashboard's web server (starlette on uvicorn), for the one user who has its address.
 
 It listens on loopback. The address has a random token, which the browser keeps as a cookie. A
-request without either is refused. Every request is a GET and changes nothing. docs/dashboard.md has
-the paths and their answers.
+request with neither the token nor the cookie is refused. Every request is a GET and changes
+nothing. docs/dashboard.md has the paths and their answers.
 """
 
 import asyncio
@@ -54,10 +54,12 @@ from unstale.rollout.endpoint.connections import BACKLOG, LimitedServer
 
 HOST = "127.0.0.1"
 KEEP_ALIVE_S = 15.0
-"""Seconds after which a stream without news sends a comment, so that a lost client is detected."""
+"""Seconds after which a stream of events without news sends a comment, so that a lost client is
+detected.
+"""
 
 _ESCAPED = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xaa-\xae]|\xe2\x81[\xa6-\xa9]")
-"""The characters, as UTF-8, that `dumps` escapes and orjson does not."""
+"""Pattern of the characters, as UTF-8, that `dumps` escapes in JSON and orjson does not."""
 
 POLICY = "; ".join(
     (
@@ -73,7 +75,9 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-"""The content security policy: only the package's own scripts and styles, and no HTML from text."""
+"""The content security policy: pages run only the package's own scripts and styles, and scripts
+cannot turn text into HTML.
+"""
 
 HEADERS = {
     "content-security-policy": POLICY,
@@ -91,14 +95,15 @@ KINDS = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-"""Content types of the files of the pages, by ending. Other files are not served."""
+"""Content types of the files in `static`, by ending. Files with other endings are not served."""
 
 
 class Gate:
-    """ASGI middleware that admits requests with the token, and adds the security headers.
+    """ASGI middleware that admits requests with the user's token, and adds security headers to
+    answers.
 
-    The token is in the query of the first request. The answer sets a cookie and redirects to the
-    path without the token, which is then in no history and no link.
+    The first request has the token in its query. The answer sets a cookie and redirects to the path
+    without the token, so that the token is in no history and no link.
     """
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
@@ -125,7 +130,9 @@ class Gate:
         await app(scope, receive, send_protected)
 
     def _refusal(self, request: Request) -> ASGIApp | None:
-        """Return the answer to a request that is not passed on. None if it is passed on."""
+        """Return the answer to a request that is not passed on to the app: an error, or the
+        redirect that sets the cookie. None if it is passed on.
+        """
         if request.headers.get("host", "") not in self._hosts:
             return _error(421, f"this server is {' or '.join(sorted(self._hosts))}")
         if request.method not in ("GET", "HEAD"):
@@ -168,8 +175,8 @@ def _error(status: int, text: str) -> Response:
 def _json(value: Any, status: int = 200) -> Response:
     """Return a JSON response.
 
-    orjson takes a tenth of the time of `dumps`. `dumps` is used if orjson refuses the value, or if
-    its text has characters that must be escaped for a terminal.
+    orjson takes a tenth of the time of `dumps`. `dumps` is used if orjson cannot write the value,
+    or if the text has characters that a terminal must not get unescaped.
     """
     try:
         body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
@@ -182,7 +189,9 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def make_app(indexer: Indexer, *, token: str, port: int) -> Gate:
-    """Return the ASGI application. `indexer` must be inside its context."""
+    """Return the dashboard as an ASGI application. `indexer` must have been entered as a
+    context.
+    """
     api = _Api(indexer)
     questions: dict[str, Callable[[Request], Any]] = {
         "runs": api.runs,
@@ -212,7 +221,9 @@ def make_app(indexer: Indexer, *, token: str, port: int) -> Gate:
 
 
 def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """Return an endpoint that calls `answer` in a thread. Errors become responses with a text."""
+    """Return an endpoint that calls `answer` in a thread. Errors become responses with a status and
+    a text.
+    """
 
     def compute(request: Request) -> Response:
         try:
@@ -236,13 +247,16 @@ def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
 
 
 class _Api:
-    """The requests of the pages. Each method returns a value to send as JSON, or a response."""
+    """The requests of the pages, one method each. Each method returns a value to send as JSON, or a
+    response.
+    """
 
     def __init__(self, indexer: Indexer) -> None:
         self._indexer = indexer
         self._cache = TokenCache()
         self._reading_tokens = threading.Lock()
-        """A lock that is held while trained tokens are read and compared, which takes much memory.
+        """A lock held while trained tokens are read and counted, so that only one request uses the
+        memory for it.
         """
 
     def runs(self, request: Request) -> Any:
@@ -347,7 +361,9 @@ class _Api:
             )
 
     async def stream(self, request: Request) -> Response:
-        """Send an event whenever the run of the request changes, or any run if it names none."""
+        """Send an event whenever the run in the parameter `run` changes. Without it, any run
+        counts.
+        """
         name = request.query_params.get("run")
         with_episodes = request.query_params.get("episodes") == "1"
         try:
@@ -362,8 +378,8 @@ class _Api:
     def _shown(self, name: str) -> RunIndex:
         """Return the index of a run whose page is requested.
 
-        The journal of a run that has ended is read at once. Episodes of a live run are only counted
-        until a page shows them, because reading them takes time of the training.
+        If the run has ended, its journal is then read. Episodes of a live run are only counted
+        until a page shows them, because reading them slows the training.
         """
         index = self._indexer.get(name, journal=False, count=True)
         if summary.state_of(index)["state"] != "live":
@@ -386,7 +402,7 @@ class _Api:
             quiet_s += POLL_S
 
     def _progress(self, name: str | None, *, with_episodes: bool) -> str:
-        """Return the progress of a run, or of all runs if `name` is None, as one line of JSON."""
+        """Return the progress of the run `name` as one line of JSON. None stands for all runs."""
         known = self._indexer.known()
         if name is None:
             return json.dumps(
@@ -400,7 +416,6 @@ class _Api:
 
 
 def _read_pages() -> Mapping[str, tuple[bytes, str]]:
-    """Return the content and the content type of each file of the pages, by path."""
     found: dict[str, tuple[bytes, str]] = {}
     static = files("unstale.analysis.dashboard").joinpath("static")
     for prefix, folder in (("", static), ("vendor/", static.joinpath("vendor"))):
@@ -436,7 +451,8 @@ class Dashboard:
     """The web server of the dashboard. `serve` runs it until Ctrl-C or a call of `stop`."""
 
     def __init__(self, root: Path, *, port: int = 0, token: str | None = None) -> None:
-        """Open a port on loopback for the runs below `root`. Port 0 takes a free one.
+        """Open a port on loopback for the runs below `root`. Port 0 takes a free port. Without a
+        `token`, a random one is made.
 
         Raises `ConfigError` if `root` is not a folder, and OSError if the port is in use.
         """
@@ -448,7 +464,7 @@ class Dashboard:
 
     @property
     def url(self) -> str:
-        """The address of the dashboard, with the token."""
+        """The address of the dashboard, including the token."""
         return f"http://{HOST}:{self.port}/?token={self.token}"
 
     def serve(self) -> None:
@@ -460,6 +476,6 @@ class Dashboard:
             self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """Make `serve` return. Called from another thread."""
+        """Make `serve` return. It is called from another thread than `serve`."""
         if self._server is not None:
             self._server.should_exit = True

@@ -1,4 +1,6 @@
-"""Return data about a run as a whole: state, outcome, series of metrics, events and failures."""
+"""Return data about a run as a whole: its state, outcome, series of metrics, events and
+failures.
+"""
 
 import json
 import os
@@ -30,8 +32,8 @@ from unstale.observe.run_rows import flatten, step_of
 from unstale.observe.words import number, percent
 
 LIVE_S = 120.0
-"""Seconds since the last write up to which a run without a recorded end counts as live. A step of a
-large run may take longer. The page shows the time of the last write beside the state.
+"""Seconds after the last write during which a run without a recorded end counts as live. A step of
+a large run may take longer, so the page shows the time of the last write beside the state.
 """
 
 MAX_POINTS = 2000
@@ -39,14 +41,16 @@ MAX_METRICS = 24
 MAX_WINDOW = 100
 MAX_EVENTS = 200
 LIST_POINTS = 60
-"""Largest number of points of a curve in the list of runs."""
+"""Largest number of points of a run's curves in the list of runs."""
 
 
 def state_of(index: RunIndex, *, now: float | None = None) -> Row:
-    """Return the state of a run: `finished`, `failed`, `stopped`, `live` or `silent`.
+    """Return the state of a run, with `reason` and `detail` of its end and `age_s`, the seconds
+    since the last write.
 
-    A silent run has no recorded end and wrote nothing for `LIVE_S` seconds, because it was killed
-    or is in a long step. `age_s` is the time in seconds since the last write.
+    `state` is `finished`, `failed`, `stopped`, `live` or `silent`. A silent run has no recorded end
+    and wrote nothing for `LIVE_S` seconds. It was killed or is in a long step. `now` is in seconds
+    since 1970, by default the present time.
     """
     age = (time.time() if now is None else now) - last_write(index.folder)
     events = index.state_events
@@ -61,9 +65,9 @@ def state_of(index: RunIndex, *, now: float | None = None) -> Row:
 
 
 def last_write(folder: Path) -> float:
-    """Return the time at which a file of the run was last written, in seconds since 1970.
+    """Return the time at which the run last wrote a file in `folder`, in seconds since 1970.
 
-    0 if there are no files.
+    0 if the folder has no files of a run.
     """
     times = []
     for name in (CONFIG, METRICS, EVENTS, JOURNAL, f"{JOURNAL}-wal"):
@@ -83,7 +87,7 @@ def _load(fields: str) -> Row:
 
 
 def evaluations(database: Database) -> list[HeldOut]:
-    """Return the evaluations of a run in the order of their steps."""
+    """Return the evaluations on held-out tasks of a run, in the order of their steps."""
     return held_out(_events(database, "eval"))
 
 
@@ -95,7 +99,6 @@ def _events(database: Database, kind: str) -> list[Row]:
 
 
 def _shown(evaluation: HeldOut) -> Row:
-    """Return an evaluation with the texts that pages show."""
     return asdict(evaluation) | {
         "interval": evaluation.interval,
         "share": evaluation.share,
@@ -104,13 +107,17 @@ def _shown(evaluation: HeldOut) -> Row:
 
 
 def list_runs(indexes: Iterable[tuple[str, RunIndex]]) -> list[Row]:
-    """Return a short description of each run. The run that was written last is first."""
+    """Return the short description of each run (`describe`). The run that wrote last comes
+    first.
+    """
     rows = [describe(name, index) for name, index in indexes]
     return sorted(rows, key=lambda row: -row["written_at"])
 
 
 def describe(name: str, index: RunIndex) -> Row:
-    """Return the short description of a run in the list of runs."""
+    """Return the short description of a run for the list of runs: options, state, progress, two
+    curves.
+    """
     config = _config(index.folder)[0]
     rollouts = series(index.database, ["rollout/success_rate"], LIST_POINTS)
     steps = config.get("max_steps")
@@ -131,7 +138,7 @@ def describe(name: str, index: RunIndex) -> Row:
 
 
 def overview(name: str, index: RunIndex) -> Row:
-    """Return the data of a run's page, without series of metrics."""
+    """Return the data of a run's page, except the series of metrics."""
     config, gaps = _config(index.folder)
     database = index.database
 
@@ -189,10 +196,10 @@ def overview(name: str, index: RunIndex) -> Row:
 
 
 def _semantics(config: RunConfig, exact_share: float | None) -> list[list[str]]:
-    """Return what a run's options mean, as [heading, text]. The texts are those of the linter.
+    """Return what a run's options mean, as a list of [heading, text], in the words of the linter.
 
     `exact_share` is the measured share of tokens whose old_logp was computed with the version that
-    sampled them, or None.
+    sampled them. None if it was not measured.
     """
     d, s = factors(config)
     measured = "" if exact_share is None else f"; measured: for {percent(exact_share, 1)} of tokens"
@@ -205,7 +212,7 @@ def _semantics(config: RunConfig, exact_share: float | None) -> list[list[str]]:
 
 
 def _end(described: Row, error: str) -> str:
-    """Return a sentence on how a run ended. Empty if that is not recorded."""
+    """Return a sentence on how a run ended, or "" if its end is not recorded."""
     reason, detail = described["reason"], described["detail"]
     if described["state"] == "failed" or (error and not reason):
         return f"The run failed: {detail or error.rpartition(chr(10))[2]}"
@@ -216,7 +223,7 @@ def _end(described: Row, error: str) -> str:
 def _command(name: str, folder: Path, started: Row, config: Row) -> Row:
     """Return a command that repeats a run's training, and a sentence on the command's origin.
 
-    Both are empty if no command is known.
+    Both are empty if no command is known. `started` is the event of the run's start.
     """
     if isinstance(command := started.get("command"), str):
         about = "The command that started this run."
@@ -232,7 +239,9 @@ def _command(name: str, folder: Path, started: Row, config: Row) -> Row:
 
 
 def progress(index: RunIndex) -> Row:
-    """Return how much of a run's files is in `index`. `changes` grows with every change of it."""
+    """Return how much of a run's files was copied into `index`. `changes` grows when the content
+    changes.
+    """
     return {
         "rows": index.num_rows,
         "events": index.num_events,
@@ -255,14 +264,15 @@ def series(
     axis: str = "step",
     window: int = 1,
 ) -> dict[str, list[Any]]:
-    """Return the values of metrics over the steps, as `[steps, values]` by name.
+    """Return the values of metrics over the steps: by name of the metric, a list of steps and a
+    list of values.
 
-    With another `axis` (`axes.AXES`), its values replace the steps, and steps without a place on
-    this axis are left out.
+    With another `axis` of `axes.AXES`, the places on this axis replace the steps. Steps without a
+    place there are left out.
 
-    A value is the mean of the last `window` recorded values. Longer series are then thinned to
-    about `points` points: the smallest and the largest value in each of equal parts of the steps,
-    so that no peak is lost. Raises `BadQuestion`.
+    With `window` above 1, a value is the mean of the last `window` recorded values. Series of more
+    than `points` values are thinned (`thin`). Raises `BadQuestion` if an argument is outside its
+    limits.
     """
     if len(names) > MAX_METRICS:
         raise BadQuestion(f"at most {MAX_METRICS} metrics at a time, got {len(names)}")
@@ -300,7 +310,8 @@ def series(
 
 
 def thin(rows: Sequence[tuple[int, float]], points: int) -> list[tuple[int, float]]:
-    """Return about `points` rows at most: first, last, smallest and largest of equal parts.
+    """Return about `points` pairs of a step and a value: the first, the last, and the smallest and
+    largest value of each of several equal parts, so that no peak is lost.
 
     >>> thin([(0, 0.0), (1, 9.0), (2, 0.0), (3, -1.0), (4, 0.0), (5, 2.0), (6, 1.0)], 4)
     [(0, 0.0), (1, 9.0), (3, -1.0), (5, 2.0), (6, 1.0)]
@@ -320,8 +331,8 @@ def thin(rows: Sequence[tuple[int, float]], points: int) -> list[tuple[int, floa
 def lags(database: Database, points: int = 300) -> Row:
     """Return the number of tokens trained on at each lag (staleness).
 
-    `total` is over all steps and has `[lag, tokens]`. `steps` has such pairs for each part of
-    `width` steps, by its first step. There are at most `points` parts.
+    `total` has `[lag, tokens]` over all steps. `steps` has `[step, pairs]` for each part of `width`
+    steps: its first step, and pairs (lag, tokens) in it. There are at most `points` parts.
     """
     total = database.rows("SELECT lag, sum(tokens) FROM lags GROUP BY lag ORDER BY lag")
     ((first, last),) = database.rows("SELECT min(step), max(step) FROM lags")
@@ -344,10 +355,12 @@ def lags(database: Database, points: int = 300) -> Row:
 
 
 def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
-    """Return the newest training episodes that failed and were not retried, as `rows`.
+    """Return the failures of training episodes that were not retried, the newest `limit` of them as
+    `rows`.
 
-    `count` is the number of all such episodes, and `held_out` that of evaluations. `text` is a
-    sentence with `count`, the number of their tasks and the most frequent error.
+    `count` is the number of all such failures, and `held_out` the same number for evaluations.
+    `text` is a sentence with `count`, the number of different tasks and the most frequent error, or
+    "".
     """
     # CASE, because SQLite may evaluate the operands of AND in any order
     final = (
@@ -383,9 +396,10 @@ def _of_failures(episodes: int, tasks: int, error: str) -> str:
 
 
 def log(database: Database, after: int = 0, limit: int = MAX_EVENTS) -> list[Row]:
-    """Return events of a run's log with numbers above `after`, the newest first.
+    """Return the newest events of a run's log whose numbers are above `after`, the newest first.
 
-    Activities, evaluations and failed training episodes are left out.
+    Activities and evaluations are left out. Failed episodes are left out unless they are of an
+    evaluation and were not retried.
     """
     rows = database.rows(
         "SELECT id, time, kind, fields FROM events WHERE id > ? AND kind != 'eval' "
@@ -410,10 +424,10 @@ def _event_text(fields: str) -> str:
 
 
 def _checks(index: RunIndex) -> list[Row]:
-    """Return the checks of training health, each with what was found if it failed.
+    """Return the checks of training health, each with what it found. Empty before the first step.
 
-    `passed` is None if too few steps had the metrics that a check needs. Empty without a recorded
-    step.
+    `text` is "" if a check found nothing. `passed` is None if too few steps had the metrics that
+    the check needs.
     """
     if not index.database.rows("SELECT 1 FROM metrics WHERE step > 0 LIMIT 1"):
         return []
@@ -427,7 +441,6 @@ def _checks(index: RunIndex) -> list[Row]:
 
 
 def _figures(database: Database, setting: Callable[..., Any]) -> Row:
-    """Return the key figures of a run: maxima, means and sums over its steps."""
     ((stalest,),) = _aggregate(database, "max", "schedule/staleness_max")
     bounds = database.rows(
         "SELECT value FROM metrics WHERE name = (SELECT id FROM names WHERE name = "
@@ -459,7 +472,9 @@ def _mean(database: Database, name: str) -> float | None:
 
 
 def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the options of a run by full name, and sentences on what could not be read."""
+    """Return a run's options by full name, such as `engine.temperature`, and sentences on what
+    could not be read.
+    """
     try:
         status = os.lstat(folder / CONFIG)
         state = status.st_ino, status.st_size, status.st_mtime_ns
@@ -474,8 +489,8 @@ def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 @lru_cache(maxsize=256)
 def _read_config(folder: Path, state: tuple[int, int, int]) -> tuple[dict[str, Any], list[str]]:
-    """Return the result of `_config`. `state` is the key of the cache. It changes when the file
-    changes.
+    """Return the result of `_config`. `state` changes with the file, so a cached result is up to
+    date.
     """
     read = RunFolder(folder)
     return flatten(read.config()), read.gaps

@@ -1,4 +1,4 @@
-"""Return pages of the table of episodes, with filters, sorting and full-text search in SQL."""
+"""Return pages of the table of episodes. Filters, sorting and full-text search are done in SQL."""
 
 import re
 import shlex
@@ -13,26 +13,28 @@ MAX_PAGE = 200
 MAX_CONDITIONS = 20
 
 SORTED_QUICKLY = 5000
-"""Largest number of episodes that are sorted without a database index of the column, which takes a
-few milliseconds.
+"""Largest number of matching episodes that are sorted without a database index of the column. This
+takes a few milliseconds.
 """
 
 OPERATORS = {"=": "=", "!=": "!=", "<": "<", "<=": "<=", ">": ">", ">=": ">=", "~": "LIKE"}
-"""Operators of a filter, and their SQL. `~` means that a text contains another text."""
+"""Operators of a filter, with their SQL. `~` means that the text in a column contains the value."""
 
 _FIGURE = re.compile(r"(?:reward|fact):.+", re.DOTALL)
-"""Pattern of the name of a reward, or of a fact (a reported number) of the environment."""
+"""Pattern of a name such as `reward:NAME`, or `fact:NAME` for a number that the environment
+reports.
+"""
 
 _CONDITION = re.compile(r"([a-z_]+|(?:reward|fact):[^<>=!~]+)(<=|>=|!=|=|<|>|~)(.*)", re.DOTALL)
 
 
 class BadQuestion(ValueError):
-    """Error: a request has a wrong parameter. The text names what is allowed."""
+    """Error: a parameter of a request is wrong. Its text says what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """An SQL condition on the table `episodes`, with its parameters."""
+    """An SQL condition or statement about the table `episodes`, with its parameters."""
 
     sql: str
     parameters: tuple[Any, ...] = ()
@@ -44,7 +46,7 @@ class Question:
 
     `filter` has conditions such as `reward<1 stop=max_turns`, all of which must hold. `search` has
     words that a conversation must contain. `sort` is a column, `reward:NAME` or `fact:NAME`, with
-    `-` before it for descending order. `page` counts from 0.
+    `-` before it for descending order. `page` counts from 0, and a page has up to `size` episodes.
     """
 
     filter: str = ""
@@ -66,9 +68,7 @@ class Question:
 
     @property
     def column(self) -> str:
-        """Name of the column, reward or fact (a reported number) by which the table is sorted:
-        `sort` without `-`.
-        """
+        """Name of the column, reward or fact by which the table is sorted: `sort` without `-`."""
         return self.sort.removeprefix("-")
 
     @property
@@ -77,7 +77,8 @@ class Question:
 
 
 def parse_filter(text: str) -> list[Condition]:
-    """Return the conditions of a filter. Raises `BadQuestion` for a condition that is not valid.
+    """Return the conditions of a filter. Raises `BadQuestion` if one is not valid or there are too
+    many.
 
     >>> parse_filter("reward>=0.5 stop=done")[0].sql
     'reward >= ?'
@@ -128,9 +129,9 @@ def _number(name: str, operator: str, value: str) -> float:
 
 
 def parse_search(text: str) -> Condition | None:
-    """Return the condition that a conversation contains all words of a text.
+    """Return the condition that a conversation contains all words of `text`. None without words.
 
-    Words in quotation marks must follow each other. None if the text has no words.
+    Words in quotation marks must follow each other in the conversation.
     """
     phrases = re.findall(r'"([^"]*)"|(\S+)', text)
     words = [phrase or word for phrase, word in phrases]
@@ -142,10 +143,12 @@ def parse_search(text: str) -> Condition | None:
 
 
 def statements(question: Question) -> tuple[Condition, list[Condition]]:
-    """Return SQL that counts the episodes of a request, and two statements that read them in order.
+    """Return an SQL statement that counts the episodes of a request, and two statements that read
+    them.
 
-    The first of the two reads episodes with a value in the sorted column. The second reads the
-    others, which come last in both directions.
+    The first of the two reads the episodes that have a value in the sorted column. The second reads
+    the others, which come last in both directions. The count has two numbers: of all matching
+    episodes, and of those with a value.
     """
     conditions = parse_filter(question.filter)
     if search := parse_search(question.search):
@@ -184,10 +187,11 @@ def statements(question: Question) -> tuple[Condition, list[Condition]]:
 
 
 def page(database: Database, question: Question) -> Row:
-    """Return a page of the table: the `total` number of matching episodes, and `rows` of the page.
+    """Return a page of the table: `total`, the number of all matching episodes, and the `rows` of
+    the page.
 
-    If many episodes match, a database index of the column is requested, which makes later pages
-    quicker.
+    If many episodes match, a database index of the sorted column is requested, so that later pages
+    are quicker.
     """
     count, (present, absent) = statements(question)
     first, limit = question.page * question.size, question.size
@@ -211,9 +215,10 @@ def page(database: Database, question: Question) -> Row:
 
 
 def as_row(values: Sequence[Any], names: Sequence[str]) -> Row:
-    """Return the values of a row of `episodes` by column, without empty columns.
+    """Return a row of the table `episodes` as values by column. Columns without a value are left
+    out.
 
-    `values` has two more values than `names`: `is_branch` and `note`.
+    `names` are the columns of `values`, which ends with `is_branch` and `note`.
     """
     row = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value
@@ -224,7 +229,6 @@ def as_row(values: Sequence[Any], names: Sequence[str]) -> Row:
 
 
 def _add_figures(reader: Any, rows: Sequence[Row]) -> None:
-    """Add to each row the rewards and facts (reported numbers) of its episode, as `figures`."""
     for row in rows:
         figures = reader.execute(
             "SELECT name, value FROM figures WHERE episode = ? ORDER BY name", (row["episode"],)
@@ -233,7 +237,9 @@ def _add_figures(reader: Any, rows: Sequence[Row]) -> None:
 
 
 def figure_names(database: Database, limit: int = 200) -> list[str]:
-    """Return at most `limit` names of rewards and facts (reported numbers) that episodes have."""
+    """Return at most `limit` different names of rewards and facts that episodes have, such as
+    `fact:NAME`.
+    """
     statement = """WITH RECURSIVE each (name) AS (
         SELECT min(name) FROM figures
         UNION ALL SELECT (SELECT min(name) FROM figures WHERE name > each.name) FROM each
@@ -243,7 +249,9 @@ def figure_names(database: Database, limit: int = 200) -> list[str]:
 
 
 def columns() -> list[Row]:
-    """Return the columns of the table of episodes as JSON objects, for the page."""
+    """Return the columns of the table of episodes as objects for JSON: name, kind, explanation and
+    unit.
+    """
     return [_describe(column) for column in COLUMNS]
 
 

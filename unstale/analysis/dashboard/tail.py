@@ -1,4 +1,4 @@
-"""Read the lines that were added to a JSON-lines file since the last call."""
+"""Read a growing JSON-lines file in parts, each from where the last part ended."""
 
 import json
 import os
@@ -9,27 +9,28 @@ from unstale.analysis.dashboard.folders import is_own_file
 from unstale.durability.run_folder import Row
 
 MAX_READ_BYTES = 4 << 20
-"""Number of bytes read at a time, to limit the memory. A longer line is skipped and reported."""
+"""Number of bytes read in one call, to limit the memory. A longer line is skipped and reported."""
 
 
 @dataclass(slots=True)
 class Tail:
-    """A position in a JSON-lines file, from which `read` continues.
+    """A JSON-lines file, and the position in it from which `read` continues.
 
-    The resume of a run replaces its files. `read` then begins again at the start of the new file.
+    When a run resumes, it replaces its files. `read` then begins at the start of the new file.
     """
 
     path: Path
     inode: int = 0
     offset: int = 0
     problem: str = ""
-    """A sentence on what could not be read. Empty if everything was read."""
+    """A sentence on what could not be read of the file. Empty if everything was read."""
 
     def read(self) -> tuple[list[Row], bool]:
-        """Return the next rows, and True if they are the first rows of a new file.
+        """Return the next rows, and True if all earlier rows are obsolete.
 
-        An incomplete last line is left for the next call. If the file cannot be opened, `problem`
-        has the reason.
+        They are if the file was replaced, shortened or removed. The result of the first call is
+        True, too. An incomplete last line is left for the next call. If the file cannot be opened,
+        `problem` has the reason.
         """
         try:
             return self._read()

@@ -1,7 +1,9 @@
-"""Return the timeline of a run: the activities in a time range, by lane, and the shares of time.
+"""Return the timeline of a run: its activities in a time range, by lane (row of the timeline), and
+their shares of the time.
 
-The size of an answer is bounded. If a range has too many activities, each lane is divided into
-parts of equal length, with the share of the time of each part in which the activity took place.
+The size of an answer is limited. If a range has too many activities, each lane is divided into
+parts of equal length. The answer then has the share of each part in which the activities took
+place.
 """
 
 from collections.abc import Sequence
@@ -15,32 +17,35 @@ from unstale.durability.run_folder import Row
 from unstale.observe.words import WAITING_METRICS, duration, percent
 
 MAX_SPANS = 3000
-"""Largest number of activities that an answer lists. Of more, it has only their shares of the time.
+"""Largest number of activities that an answer lists one by one. If a range has more, the answer has
+only the share of time that they cover.
 """
 
 MAX_READ = 200_000
-"""Largest number of activities that are read for an answer: the newest in the range."""
+"""Largest number of activities that are read for an answer. If a range has more, the newest are
+read.
+"""
 
 PARTS = 400
-"""Number of parts of a lane (row of the timeline) with too many activities, and largest number of
-bars in a lane with levels.
+"""Number of parts into which a lane (row of the timeline) with too many activities is divided. It
+is also the largest number of bars in a lane of levels, such as an engine's busy share.
 """
 
 MAX_MARKS = 200
-"""Largest number of marks of publications in an answer."""
+"""Largest number of marks of published versions, and of ends of steps, in an answer."""
 
 MAX_ENGINES = 16
-"""Largest number of engines with a lane (row of the timeline) of their own."""
+"""Largest number of engines that have a lane (row of the timeline) of their own."""
 
 
 def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) -> Row:
-    """Return the activities between the times `start` and `end` of the run, in seconds.
+    """Return the activities between `start` and `end`, in seconds since the start of the run.
 
-    `spans` has lane, start, end and label of each activity. With more than `limit` activities,
-    `spans` is empty, and `parts` has the covered share of each part of the range, as `[lane,
-    shares]`. `levels` has lane, start, end, level from 0 to 1 and label of values known only by
-    step: the busy share of each engine, and the episodes in tools. `marks` has the times at which
-    versions were published, and `steps` the ends of steps.
+    `spans` has lane (row of the timeline), start, end and label of each activity. With more than
+    `limit` activities, it is empty. `parts` then has `[lane, shares]` for each lane, as from
+    `_parts`. `levels` has bars with the values that are known only by step: the busy share of each
+    engine, and the episodes in tools. A bar has lane, start, end, level from 0 to 1 and label.
+    `marks` has the times at which versions were published, and `steps` the ends of steps.
     """
     ((first, last, total),) = database.rows('SELECT min(start), max("end"), count(*) FROM spans')
     first, last = first or 0.0, last or 0.0
@@ -69,8 +74,8 @@ def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) 
 
 
 def _parts(rows: Sequence[tuple[Any, ...]], start: float, end: float) -> list[list[Any]]:
-    """Return for each lane (row of the timeline) the share of each part of a range that its
-    activities cover.
+    """Return `[lane, shares]` for each lane (row of the timeline): the share of each of `PARTS`
+    equal parts of the range that the lane's activities cover.
     """
     edges = np.linspace(start, max(end, start + 1e-9), PARTS + 1)
     lanes: dict[str, list[tuple[float, float]]] = {}
@@ -94,9 +99,10 @@ def _integral(times: Any, at: Any) -> Any:
 
 
 def _levels(database: Database, start: float, end: float) -> list[list[Any]]:
-    """Return the bars of the lanes with levels: busy engines, and episodes in tools.
+    """Return the bars of values known only by step: the busy share of each engine, and the episodes
+    in tools as a share of their largest number.
 
-    A bar is lane (row of the timeline), start, end, level from 0 to 1 and label.
+    A bar has lane (row of the timeline), start, end, level from 0 to 1 and label.
     """
     times = _column(database, "time_s", start, end)
     found: list[list[Any]] = []
@@ -132,7 +138,7 @@ def _levels(database: Database, start: float, end: float) -> list[list[Any]]:
 
 
 def _column(database: Database, name: str, start: float, end: float) -> dict[int, float]:
-    """Return the values of a metric by step, for the steps in a time range and one on each side."""
+    """Return step -> value of a metric, for the steps in a time range and one step on each side."""
     return dict(
         database.rows(
             """SELECT step, value FROM metrics WHERE name = (SELECT id FROM names WHERE name = ?)
@@ -150,9 +156,10 @@ def _column(database: Database, name: str, start: float, end: float) -> dict[int
 def _chunks(
     times: dict[int, float], width: int
 ) -> list[tuple[float, float, list[tuple[int, float]]]]:
-    """Return parts of `width` steps: start, end, and the steps with their durations, in seconds.
+    """Return parts of `width` steps: start and end of the part in seconds, and its steps with their
+    durations in seconds.
 
-    `times` has the end of each step.
+    `times` has the end of each step in seconds.
     """
     steps = sorted(times)
     found = []
@@ -181,7 +188,8 @@ def _named(steps: Sequence[tuple[int, float]]) -> str:
 
 
 def _marks(database: Database, start: float, end: float) -> list[list[Any]]:
-    """Return the times at which all engines had loaded a version, as `[time, label]`.
+    """Return the times in a range at which all engines had loaded a new version, as `[time,
+    label]`.
 
     If there are more than `MAX_MARKS`, they are thinned evenly.
     """
@@ -195,7 +203,9 @@ def _marks(database: Database, start: float, end: float) -> list[list[Any]]:
 
 
 def _steps(database: Database, start: float, end: float) -> list[float]:
-    """Return the times at which the steps in a range ended, thinned to at most `MAX_MARKS`."""
+    """Return the times in a range at which steps ended. More than `MAX_MARKS` are thinned
+    evenly.
+    """
     rows = database.rows(
         "SELECT value FROM metrics WHERE name = (SELECT id FROM names WHERE name = 'time_s') "
         "AND value BETWEEN ? AND ? ORDER BY step",
@@ -206,7 +216,9 @@ def _steps(database: Database, start: float, end: float) -> list[float]:
 
 
 def pace(database: Database) -> Pace:
-    """Return how trainer and engines spent the time of a run, and what they waited for."""
+    """Return how the trainer and the engines of a run spent their time, and what they waited
+    for.
+    """
     rows = database.rows(
         'SELECT lane, start, "end", label FROM spans ORDER BY "end" DESC LIMIT ?', (MAX_SHARED + 1,)
     )
@@ -232,7 +244,9 @@ def pace(database: Database) -> Pace:
 
 
 def shares(database: Database) -> list[Row]:
-    """Return a bar for the trainer and each engine: activities with their shares of the time."""
+    """Return a bar for the trainer and for each engine, with the share of the time of each
+    activity.
+    """
     found = pace(database)
     busy = [
         (lane, level, stop - start)

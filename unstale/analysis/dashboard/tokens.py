@@ -1,4 +1,4 @@
-"""Return one episode or one group of a run with its tokens, from the journal."""
+"""Return one episode or one group of a run with its tokens, which are read from the journal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,26 +23,28 @@ MAX_SIBLING_TOKENS = 3000
 MAX_SIBLINGS = 32
 
 WINDOW_BEFORE = 100
-"""Number of tokens that are shown before a difference between siblings (episodes of the same
-group).
+"""Number of tokens that are shown before the first difference between siblings (episodes of the
+same group).
 """
 
 WINDOW_TOKENS = 500
-"""Number of tokens that are shown around a difference after the first `MAX_SIBLING_TOKENS`."""
+"""Number of tokens that are shown around the first difference between siblings, if it comes after
+their first `MAX_SIBLING_TOKENS` tokens.
+"""
 
 FINISHED = ("trained", "waiting")
-"""Outcomes of an episode that came to its end."""
+"""Outcomes of an episode that reached its end, neither failed nor restarted."""
 
 JOINED = 8
-"""Largest number of tokens that are decoded together, because a character may have several."""
+"""Largest number of tokens that are decoded together. A character may consist of several tokens."""
 
 
 class UnknownEpisode(LookupError):
-    """Error: the run has no such episode or group."""
+    """Error: the run has no episode or group of the requested number."""
 
 
 class NotYet(RuntimeError):
-    """Error: a run's database is being filled and does not have the requested episodes yet."""
+    """Error: the requested episodes are not in the run's index yet, which is being filled."""
 
 
 def episode(
@@ -52,12 +54,14 @@ def episode(
     limit: int = MAX_TOKENS,
     step: int | None = None,
 ) -> Row:
-    """Return an episode: its row of the table of episodes, and `limit` tokens from `start` on.
+    """Return an episode: its row of the table of episodes, and `limit` tokens from position `start`
+    on.
 
-    Trained tokens have the values of the step `step`, by default the first step that trained on
-    them, with the limits of the run (`limits.of_training`). Lags are those in this step.
+    Trained tokens have the values of `step`, by default the first step that trained on them, with
+    the run's limits on D and S (`limits.of_training`). Lags (staleness) are those in this step.
 
-    Raises `UnknownEpisode`, `NotYet`, `JournalError` if the journal is damaged, and `BadQuestion`.
+    Raises `UnknownEpisode`, `NotYet`, `JournalError` if the journal is damaged, and `BadQuestion`
+    if an argument is not valid.
     """
     if start < 0 or not 1 <= limit <= MAX_TOKENS:
         raise BadQuestion(f"start must be >= 0 and limit between 1 and {MAX_TOKENS}")
@@ -70,16 +74,18 @@ def episode(
 
 
 def group(index: RunIndex, number: int) -> Row:
-    """Return the episodes of a group, and the token at which each departs from a reference episode.
+    """Return the episodes of a group, with the position at which each differs from a reference
+    episode.
 
-    The reference (`compared_with`) is the first episode that finished, or the first that has tokens
-    if none finished. `first_difference` of an episode is the position of the first token that
-    differs from the reference, or the length of the shorter one if it is a prefix of the other. It
-    is None if both are equal, or if the episode has no tokens. `common_tokens` is the number of
-    tokens at the beginning that all episodes share.
+    The reference (`compared_with`) is the first episode that finished. If none did, it is the first
+    that has tokens. `first_difference` of an episode is the position of the first token that
+    differs from the reference. If one of the two is a prefix of the other, it is the length of the
+    shorter one. It is None if both are equal, or if the episode has no tokens. `common_tokens` is
+    the number of tokens at the beginning that all episodes share.
 
-    Each episode has its first tokens. If the difference is after these, `window` has the tokens
-    around it. The window of the reference is around the first such difference.
+    Each episode has its first `MAX_SIBLING_TOKENS` tokens. If it differs only after these, `window`
+    has the tokens around the first difference. The window of the reference is around the smallest
+    such position.
     """
     rows = index.database.rows(
         "SELECT episode FROM episodes WHERE group_number = ? ORDER BY sibling, episode LIMIT ?",
@@ -119,7 +125,9 @@ def group(index: RunIndex, number: int) -> Row:
 
 
 def _read_or_note(journal: JournalReader, member: Row) -> "_Recorded | None":
-    """Return an episode of the journal. If it is damaged, note this in `member` and return None."""
+    """Return an episode of the journal. If it is damaged, return None and write the reason into
+    `member`.
+    """
     try:
         return _read(journal, member)
     except JournalError as error:
@@ -128,22 +136,27 @@ def _read_or_note(journal: JournalReader, member: Row) -> "_Recorded | None":
 
 
 def _reference(members: Sequence[Row], streams: Sequence[Sequence[int]]) -> int | None:
-    """Return the position in `members` of the reference episode. None if no episode has tokens."""
+    """Return the position in `members` of the episode with which the others are compared. None if
+    no episode has tokens.
+    """
     with_tokens = [position for position, stream in enumerate(streams) if stream]
     finished = [each for each in with_tokens if members[each]["outcome"] in FINISHED]
     return next(iter([*finished, *with_tokens]), None)
 
 
 def _difference(reference: Sequence[int], stream: Sequence[int]) -> int | None:
-    """Return the first position at which two token sequences differ, or at which the shorter ends.
+    """Return the first position at which two token sequences differ, or the length of the shorter
+    one if it is a prefix.
 
-    None if they are equal or `stream` has no tokens.
+    None if they are equal or `stream` is empty.
     """
     return None if not stream or stream == reference else common_prefix([reference, stream])
 
 
 def _window(recorded: "_Recorded", decode: Decode | None, around: int | None) -> Row | None:
-    """Return the tokens around a position, or None if it is in the first `MAX_SIBLING_TOKENS`."""
+    """Return the tokens around the position `around`. None if `around` is None or among the first
+    `MAX_SIBLING_TOKENS` positions, which are shown anyway.
+    """
     if around is None or around < MAX_SIBLING_TOKENS:
         return None
     start = max(MAX_SIBLING_TOKENS, min(around, recorded.num_tokens) - WINDOW_BEFORE)
@@ -189,13 +202,15 @@ def _missing(index: RunIndex, what: str) -> UnknownEpisode | NotYet:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """The data of an episode in the journal."""
-
     pieces: Sequence[Piece]
     trained_version: int | None
-    """Version of the policy that was first trained on the episode. None if none was."""
+    """Version of the policy that was first trained on the episode. None if it was not trained
+    on.
+    """
     training: Row
-    """The values of the sampled tokens in a step (`training.of_episode`). Empty if not stored."""
+    """The values of the sampled tokens in a step (`training.of_episode`). Empty if the journal has
+    none.
+    """
     fork: Fork | None
 
     @property
@@ -207,7 +222,9 @@ class _Recorded:
         return sum(len(piece.tokens) for piece in self.pieces)
 
     def shown(self, decode: Decode | None, *, start: int, limit: int) -> Row:
-        """Return `limit` tokens from token `start` on, with texts and the values of training."""
+        """Return `limit` tokens from position `start` on, with their texts (with `decode`) and
+        values in training.
+        """
         training = self.training
         version = training["version"] if training else self.trained_version
         shown: list[Row] = []
@@ -251,7 +268,9 @@ class _Recorded:
 
 
 def _read(journal: JournalReader, row: Row, step: int | None = None) -> _Recorded:
-    """Read an episode, with the values of step `step`, by default the first that trained on it."""
+    """Read an episode from the journal, with its values in `step`, by default the first step that
+    trained on it.
+    """
     group, episode = int(row["group_number"]), int(row["episode"])
     trained = journal.rows("SELECT version FROM consumed WHERE number = ?", group)
     pieces = journal.pieces(episode)
@@ -264,9 +283,9 @@ def _read(journal: JournalReader, row: Row, step: int | None = None) -> _Recorde
 
 
 def texts(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text of each token. Joined, the texts are that of all tokens.
+    """Return the text of each token. Joined, they are the text of all tokens.
 
-    A character of several tokens is the text of the first of these, and the others have "".
+    If a character consists of several tokens, the first has the character and the others have "".
     """
     parts: list[str] = []
     at = 0
@@ -290,7 +309,9 @@ def texts(tokens: Sequence[int], decode: Decode) -> list[str]:
 
 
 def _texts_in_context(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text of each token, for a tokenizer whose decoding depends on earlier tokens."""
+    """Return the text of each token, for a tokenizer whose decoding depends on the tokens before
+    it.
+    """
     parts = []
     for at in range(len(tokens)):
         begin = max(0, at - JOINED)

@@ -1,4 +1,6 @@
-"""Read the values with which tokens were trained on, for the table of episodes and one episode."""
+"""Read the values with which tokens were trained on, for the table of episodes and for one
+episode.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,13 +17,13 @@ DROPPED = TokenFlag.VETOED | TokenFlag.MASKED | TokenFlag.DROPPED
 CLIPPED = TokenFlag.CLIPPED_LOW | TokenFlag.CLIPPED_HIGH | TokenFlag.CAPPED
 
 ARRAYS = ("old_logp", "logp", "log_d", "log_s", "weight", "advantage", "entropy")
-"""Names of the numbers that an answer has for each token."""
+"""Names of the values that `of_episode` returns for each sampled token."""
 
 
 def measure(values: Sequence[TokenValues]) -> dict[int, Row]:
-    """Return the columns of the table of episodes that follow from tokens' values, by episode.
+    """Return by episode the columns of the table of episodes that are computed from tokens' values.
 
-    An episode on which no training pass was run has only an advantage.
+    An episode on which no training pass was run has only the column `advantage`.
     """
     found: dict[int, Row] = {each.episode: {"advantage": None} for each in values}
     filled = [each for each in values if len(each.flags)]
@@ -59,16 +61,19 @@ def _sizes(values: Any) -> Any:
 
 
 def measure_group(journal: JournalReader, group: int, step: int) -> dict[int, Row]:
-    """Return `measure` of the episodes of a group in a step. Raises `JournalError`."""
+    """Return `measure` of a group's episodes with their values in a step. Raises `JournalError` if
+    these are damaged.
+    """
     return measure(journal.token_values(group, step))
 
 
 def of_episode(journal: JournalReader, group: int, episode: int, step: int | None) -> Row:
-    """Return the values of the sampled tokens of an episode in a step, as lists by name (`tokens`).
+    """Return the values of the sampled tokens of an episode in a step, as a list for each name in
+    `ARRAYS` (`tokens`).
 
     Without `step`, it is the first step that trained on the episode. `steps` has all such steps.
-    Empty if the journal has no values. Raises `BadQuestion` if `step` did not train on the episode,
-    and `JournalError`.
+    Empty if the journal has no values of the episode. Raises `BadQuestion` if `step` did not train
+    on the episode, and `JournalError` if the journal is damaged.
     """
     every = journal.trained_tokens(group, episode=episode)
     if not every:
@@ -102,12 +107,11 @@ def _why_not_run(values: TokenValues) -> str:
 
 
 def cut(tokens: Row, start: int, end: int) -> Row:
-    """Return the lists in `tokens` from position `start` to `end`."""
+    """Return the lists in `tokens`, each from position `start` up to `end`."""
     return {name: values[start:end] for name, values in tokens.items()}
 
 
 def _listed(values: Any) -> list[float | None]:
-    """Return an array as a list, with None for values that are not finite."""
     return [_finite(value) for value in values.tolist()]
 
 

@@ -132,7 +132,7 @@ def simulate_own(
 
     If replies are faster in this simulation than in the run, the difference is added to the setup
     as `overheads.reply_s`, and the run is simulated again. Raises `ConfigError` if the run has too
-    few steps with a full queue.
+    few steps in which its queue of finished groups was full.
     """
     steady = run.steady
     if len(steady) < MIN_STEPS:

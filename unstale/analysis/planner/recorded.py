@@ -408,8 +408,9 @@ def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
 def episode_shape(trajectory: Trajectory) -> EpisodeShape:
     """Return the size of an episode in tokens: its prompt, and its turns with their tool calls.
 
-    The recorded number of tool calls is divided evenly among the turns. Without one, each turn has
-    one call. Text before a fork of the episode is part of the prompt.
+    The recorded number of tool calls is divided evenly among the turns. If no number was recorded,
+    each turn has one call. If the episode is a fork, which begins with tokens of a parent episode,
+    these tokens are part of the prompt, replies included.
     """
     runs = [
         (is_sampled, sum(len(piece.tokens) for piece in pieces))

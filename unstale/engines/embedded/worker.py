@@ -325,8 +325,8 @@ class _EngineWorker:
         return ""
 
     def _received(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full weights in the form that deltas change: quantised if `options.packed`
-        is set.
+        """Return received full weights in the form to which later deltas are applied: quantised if
+        `options.packed` is set, otherwise unchanged.
         """
         if not self._options["packed"]:
             return dict(update)

@@ -34,8 +34,8 @@ from unstale.envs.sandboxes.runtime import (
 _POOL = ThreadPoolExecutor(256, thread_name_prefix="terminal")
 """Threads that wait for answers of sandboxes."""
 _STARTERS = ThreadPoolExecutor(2, thread_name_prefix="terminal-start")
-"""Threads that start and end the sandboxes' processes, few so that they do not delay the event
-loop.
+"""A pool of threads that start and end the sandboxes' processes. It is small so that they do not
+delay the event loop.
 """
 _BOUND = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _BOUND_ETC = ("/etc/alternatives", "/etc/ld.so.cache")

@@ -121,10 +121,10 @@ class TrackedRun:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedNames:
-    """Names of metrics in a form that trackers accept which refuse some characters.
+    """Renames metrics for trackers that refuse some characters. Different names stay different.
 
-    MLflow refuses a whole step because of one name, and TensorBoard writes `a,b` and `a;b` into one
-    chart.
+    With unchanged names, MLflow would refuse a whole step because of one of them, and TensorBoard
+    would write `a,b` and `a;b` into one chart.
     """
 
     tracker: str

@@ -221,8 +221,8 @@ class ScriptedUser(tau2.User):
         self._policy = policy
         self._seen_calls = 0
         self._idle = -1
-        """Number of the policy's messages since the user's last tool call; -1 before the first
-        one.
+        """Number of messages of the policy in a row without a tool call by the policy or the user.
+        The first message does not count; before it, the number is -1.
         """
         self._tools = world.user_tools.get_tools() if world.user_tools else {}
         names = "|".join(

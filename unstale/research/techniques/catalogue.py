@@ -27,8 +27,8 @@ class Row:
     about: str
     state: State
     how: str
-    """The options or commands that turn on what the package has of the technique. Empty if it has
-    nothing.
+    """The options or commands that turn on the parts of the technique that the package has. Empty
+    if it has none.
     """
     missing: str
     """A sentence about the parts of the paper that the package leaves out. Empty if the state is

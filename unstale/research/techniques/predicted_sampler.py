@@ -102,18 +102,18 @@ class PredictedSamplerConfig(Section, SuccessShare):
     1. With `model` this is only the initial value.
     """
     prior: NonNegative = 1.0
-    """Only for `words`: number of episodes with the mean success rate of all groups that are added
-    to each forecast.
+    """Only with `forecast` = words: number of episodes with the mean success rate of all groups
+    that are added to each forecast.
     """
     history: PositiveInt = 256
     """Number of last groups from whose results forecasts are made."""
     calibrate: bool = True
-    """Only for `words`: calibrate the forecast by the known results (Platt scaling)."""
+    """Only with `forecast` = words: calibrate the forecast by the known results (Platt scaling)."""
     lr: Positive = 0.03
-    """Only for `model`: the learning rate of the small model."""
+    """Only with `forecast` = model: the learning rate of the small model that forecasts success."""
     passes: PositiveInt = 4
-    """Only for `model`: number of the small model's optimizer steps after each batch, on all of the
-    last groups.
+    """Only with `forecast` = model: number of the small model's optimizer steps after each batch,
+    on all of the last groups.
     """
 
 

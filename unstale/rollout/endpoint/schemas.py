@@ -451,8 +451,9 @@ OVERRIDABLE = (
     "output_config",
     "context_management",
 )
-"""Sampling options that `endpoint.lenient` ignores in requests, in favour of the run's. It treats
-`temperature` the same way.
+"""Sampling options of a request that `endpoint.lenient` replaces with the run's if they do not
+match the request's schema. `temperature` is not in this list, because it is compared with the run's
+value.
 """
 
 _WITHOUT_INFLUENCE = (

@@ -385,11 +385,12 @@ class ProcessRollout(Rollout):
         on_blocked: Callable[[str, float], None] = lambda name, seconds: None,
         **options: Any,
     ) -> None:
-        """Create a rollout in `setup.stride` processes, which the command line `program` starts.
+        """Create a rollout that is divided among `setup.stride` processes. Each is started with the
+        command line `program`.
 
-        `hub` connects the processes with the engines. `on_event` is called with
-        `rollout_process_lost` when a process dies, and with what processes log. The other arguments
-        are those of `Rollout`.
+        `hub` connects the processes with the engines. `on_event` is called with the kind
+        `rollout_process_lost` when a process dies, and with each event that a process logs.
+        `arguments`, `options` and `on_blocked` are those of `Rollout`.
         """
         super().__init__(*arguments, on_blocked=on_blocked, **options)
         self.setup = setup
