@@ -328,6 +328,32 @@ def test_successes_at_tasks_that_also_failed_become_conversations(tmp_path: Path
     assert len(load_references(file, chat, max_tokens=2048)) == len(rows)
 
 
+def test_attempts_that_never_end_count_as_attempts_that_did_not_succeed() -> None:
+    """The only success of four attempts is kept, though the others were cut off."""
+    opened: list[str] = []
+
+    class Tasks(CalculatorTasks):
+        async def __aenter__(self) -> None:
+            opened.append("in")
+
+        async def __aexit__(self, *error: object) -> None:
+            opened.append("out")
+
+    kept = CollectedTasks(Tasks())
+
+    async def attempts() -> None:
+        async with kept:
+            task = next(iter(kept.inner.held_out(1)))
+            for number in range(4):
+                env = kept.env(task, seed=0)
+                turn = await env.begin()
+                if not number:
+                    await env.step(Message("assistant", right_answer(turn.messages[-1].content)))
+
+    asyncio.run(attempts())
+    assert len(kept.rows()) == 1 and opened == ["in", "out"]
+
+
 def test_a_further_attempt_reads_the_conclusions_of_the_best() -> None:
     def reads(text: str, random: Random) -> str:
         if CONCLUSIONS not in text:
@@ -382,7 +408,7 @@ def test_a_further_attempt_reads_the_summaries_that_were_compared() -> None:
         if COMPARE[:30] in text:
             return "best: A"
         if CONCLUSIONS in text:
-            read.extend(re.findall(r"^\d\. (.+)$", text, re.MULTILINE))
+            read.extend(re.findall(r"^\d\. (.+?)(?:<\|im_end\|>)?$", text, re.MULTILINE))
         return guess(text, random)
 
     options = AttemptOptions(attempts=4, votes=1, summaries=True, distil=2)

@@ -281,7 +281,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [ASKED, CALLED, turn("user", result("a", [REFERENCE]))]},
         "messages[2].content[0].content[0]",
-        "tool_name is 'later', which no deferred tool has",
+        "tool_name is 'later', which no tool has",
     ),
     (
         {"messages": [ASKED, turn("assistant", {"type": "redacted_thinking", "data": "x"})]},
@@ -331,6 +331,9 @@ def test_a_deferred_tool_is_described_where_a_result_refers_to_it() -> None:
     assert found.call.form == before.call.form and found.calls
     described = {"type": "function", "function": {**FUNCTION, "name": "later"}}
     assert found.call.history[2].message.content == f"Found: {json.dumps(described)}\n"
+    seen = {**later, "defer_loading": False}
+    found = read_messages({"messages": turns, "tools": [OWN_TOOL, seen]}, temperature=1.0)
+    assert found.call.history[2].message.content == "Found: later\n"
 
 
 def test_what_cannot_be_done_is_refused_in_anthropics_form() -> None:

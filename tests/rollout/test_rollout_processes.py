@@ -262,6 +262,10 @@ def _rollout_processes(session_id: int) -> list[int]:
             {"task": TaskConfig(env="calculator", isolate="ray")},
             "task.isolate = ray, got 2: rollout processes do not connect to Ray",
         ),
+        (
+            {"engine": EngineConfig(backend="vllm", quantise="fp8", servers=2, precise_engines=1)},
+            "engine.precise_engines, got 2: rollout processes do not know",
+        ),
         ({"techniques": "segments"}, "technique segments, got 2: its slots are shared"),
     ],
 )

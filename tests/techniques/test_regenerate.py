@@ -77,6 +77,7 @@ def test_only_what_was_sampled_again_is_trained_on() -> None:
         ({"regenerate.number": 6}, r"must be at least 2 and below 6 \(half of .*got 6"),
         ({"techniques": "regenerate allocate"}, "cannot be used with allocate, which chooses"),
         ({"deterministic": True}, "deterministic"),
+        ({"trainer.quantise": "nvfp4"}, "trainer.quantise must be none with .*regenerate"),
     ],
 )
 def test_what_cannot_be_is_refused(values: dict[str, Any], message: str) -> None:

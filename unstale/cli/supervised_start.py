@@ -116,5 +116,5 @@ def _plain(config: RunConfig) -> RunConfig:
         audit=AuditConfig(),
         trainer=trainer,
         cluster=ClusterConfig(),
-        engine=replace(config.engine, quantise="none"),
+        engine=replace(config.engine, quantise="none", precise_engines=0),
     )

@@ -405,6 +405,10 @@ class RunConfig(Section):
                 bool(self.engine.truncated_by),
                 "rollout processes do not send the set of tokens that the engine kept",
             ),
+            "engine.precise_engines": (
+                self.engine.precise_engines > 0,
+                "rollout processes do not know which engines round",
+            ),
             "engine.adapters = unmerged": (
                 self.engine.adapters == "unmerged",
                 "rollout processes do not name the adapter of a request",

@@ -135,9 +135,10 @@ def attempt(  # noqa: PLR0913 - options of a command
     drawn = islice(held_out.taskset.train(config.seed), config.eval.tasks)
     tasks = [task for task in drawn for _ in range(options.attempts)]
     held_out = replace(held_out, taskset=cast(Taskset, taskset), tasks=tasks)
-    result = attempt_all(held_out, options, head=head, judge=judge, console=console)
-    write_whole(collect, "".join(f"{row}\n" for row in taskset.rows()), durable=True)
-    return result
+    try:
+        return attempt_all(held_out, options, head=head, judge=judge, console=console)
+    finally:
+        write_whole(collect, "".join(f"{row}\n" for row in taskset.rows()), durable=True)
 
 
 def attempt_all(

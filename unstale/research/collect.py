@@ -6,6 +6,7 @@ teaches nothing new.
 
 import json
 from collections import Counter, defaultdict
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from unstale.config import ConfigError
@@ -27,17 +28,25 @@ class CollectedTasks(NotedTasks):
                 "environments do not know which episodes succeed"
             )
         super().__init__(inner, {})
-        self.ended = Counter[str]()
-        """Number of ended episodes of each task."""
+        self.begun = Counter[str]()
+        """Number of episodes of each task that have begun."""
         self._found: dict[str, list[str]] = defaultdict(list)
         """Rows of successful episodes by task, as JSON."""
+
+    async def __aenter__(self) -> Any:
+        if isinstance(self.inner, AbstractAsyncContextManager):
+            await self.inner.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        if isinstance(self.inner, AbstractAsyncContextManager):
+            await self.inner.__aexit__(*error)
 
     def env(self, task: Task, seed: int) -> Env:
         return _CollectedEnv(self, task, self.inner.env(task, seed))
 
     def add(self, task: Task, messages: list[dict[str, Any]], *, success: bool) -> None:
         """Add an ended episode of a task."""
-        self.ended[task.key] += 1
         if success:
             tools_of = getattr(self.inner, "tools_of", lambda task: self.inner.tools)
             row = {
@@ -48,7 +57,7 @@ class CollectedTasks(NotedTasks):
 
     def rows(self) -> list[str]:
         """Return the different kept conversations as JSON. `unstale sft` reads them."""
-        hard = (rows for key, rows in self._found.items() if len(rows) < self.ended[key])
+        hard = (rows for key, rows in self._found.items() if len(rows) < self.begun[key])
         return [row for rows in hard for row in dict.fromkeys(rows)]
 
 
@@ -60,8 +69,10 @@ class _CollectedEnv(NotedEnv):
         self._facts: dict[str, float] = {}
 
     async def begin(self) -> Turn:
+        self._tasks.begun[self._task.key] += 1
         turn: Turn = await call(self.inner.begin)
         self._messages = [_row(each) for each in turn.messages]
+        self._facts |= turn.facts
         return turn
 
     async def step(self, reply: Message) -> Turn:

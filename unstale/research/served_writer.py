@@ -11,6 +11,8 @@ KEY = "UNSTALE_WRITER_KEY"
 """The environment variable with the API key of the endpoint."""
 CALL_S = 120.0
 """Seconds within which the endpoint must answer."""
+CALLS, TRIES = 32, 3
+"""Largest number of calls at the same time, and of tries of a call once a call has succeeded."""
 
 
 class Writer(Protocol):
@@ -25,14 +27,29 @@ class ServedWriter:
     def __init__(self, url: str, model: str, key: str) -> None:
         self._http = Http(url, key=key)
         self._model = model
+        self._places = asyncio.Semaphore(CALLS)
+        self._has_answered = False
 
     async def reply(self, messages: Sequence[Message], seed: int) -> str:
         """Return the model's reply. Raises OSError if the endpoint gives none in time."""
+        async with self._places:
+            for left in reversed(range(TRIES)):
+                try:
+                    return await self._reply(messages, seed)
+                except OSError as error:
+                    if not left or not self._has_answered:
+                        what = str(error) or f"no answer within {CALL_S:g} s"
+                        raise OSError(f"{self._http.url}: {what}") from error
+                    await asyncio.sleep(1)
+        raise AssertionError("unreachable")
+
+    async def _reply(self, messages: Sequence[Message], seed: int) -> str:
         sent = [{"role": each.role, "content": each.content} for each in messages]
         body = {"model": self._model, "messages": sent, "seed": seed % (1 << 31)}
         call = self._http.call("POST", "/chat/completions", body)
         completion = await asyncio.wait_for(call, CALL_S)
         match completion:
             case {"choices": [{"message": {"content": str(text)}}, *_]}:
+                self._has_answered = True
                 return text.rpartition("</think>")[2]
         raise OSError(f"{self._http.url} returned no chat completion: {str(completion)[:200]}")

@@ -97,6 +97,11 @@ def _check(options: RegenerateConfig, config: RunConfig) -> None:
             "that do not round, the same episodes would be sampled again. Set --engine.quantise "
             "nvfp4 --engine.processes 2 --engine.precise_engines 1"
         )
+    if config.trainer.quantise != "none":
+        raise ConfigError(
+            "trainer.quantise must be none with the technique regenerate, got "
+            f"{config.trainer.quantise}: the engines that sample what is trained on do not round"
+        )
     if number < 2 or size <= 2 * number:
         raise ConfigError(
             f"regenerate.number must be at least 2 and below {size / 2:g} (half of "

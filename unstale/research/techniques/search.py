@@ -16,7 +16,6 @@ says where to go on, and r_parent is left out. From MARS^2.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -29,6 +28,7 @@ from unstale.records import Failure, Fork, Group, Task, Trajectory, replies
 from unstale.research.techniques.shared_texts import SharedTexts, check_node
 from unstale.rollout.seeds import derive_seed
 from unstale.techniques.hooks import CreditContext, Texts
+from unstale.threads import in_thread
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -116,7 +116,8 @@ class Search:
         best = sorted(newest, key=lambda each: each.reward)[-1:]
         own = {each.episode: _answer(each, texts) for each in best}
         task = self._identify(nodes[0].task)
-        read = await asyncio.to_thread(self._shared.exchange, task, own)
+        folder = self._options.folder
+        read = await in_thread(self._shared.exchange, task, own) if folder else []
         others = [*dict.fromkeys(each[-CHARACTERS:] for each in read)]
         random = Random(derive_seed(nodes[0].seed, "search", begun))
         return [self._draw(nodes, others, texts, random) for _ in range(number)]

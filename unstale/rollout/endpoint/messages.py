@@ -53,17 +53,17 @@ def read_messages(
     body, overridden, reply_format = _without_overridden(body, temperature, config)
     require(body, MESSAGE, "")
     tools = body.get("tools") or ()
-    deferred = {tool["name"]: tool for tool in tools if tool.get("defer_loading")}
+    named = {tool["name"]: tool for tool in tools}
     sent: list[SentMessage] = []
     if body.get("system"):
         system = Message("system", _read_content(body["system"], "system")[0])
         sent.append(SentMessage(HistoryMessage(system), "system"))
     for index, record in enumerate(body["messages"]):
-        sent += _read_message(record, f"messages[{index}]", deferred)
+        sent += _read_message(record, f"messages[{index}]", named)
     history, moved = wire.in_order(sent, _TERMS, config)
     if reply_format:
         history = reply_format.instruct(history)
-    shown = (tool for tool in tools if tool["name"] not in deferred)
+    shown = (tool for tool in tools if not tool.get("defer_loading"))
     call = Call(history, tuple(map(_as_function, shown)))
     calls = bool(tools) and (body.get("tool_choice") or {}).get("type") != "none"
     options = {**body, "stop": body.get("stop_sequences")}
@@ -136,11 +136,11 @@ def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_message(
-    record: Any, path: str, deferred: Mapping[str, Mapping[str, Any]]
+    record: Any, path: str, tools: Mapping[str, Mapping[str, Any]]
 ) -> list[SentMessage]:
     """Return a message as chat messages. Each result of a tool call becomes a message.
 
-    `deferred` are the tools that the policy sees only if a result refers to them.
+    `tools` are the request's tools by name. A result may refer to one of them.
     """
     if not isinstance(record, dict):
         raise Refused(f"{path} is not an object", param=path)
@@ -162,7 +162,7 @@ def _read_message(
         reply = Message("assistant", text, calls)
         return [SentMessage(HistoryMessage(reply, "".join(thoughts) if thoughts else None), path)]
     sent = [
-        _read_result(block, f"{path}.content[{index}]", deferred)
+        _read_result(block, f"{path}.content[{index}]", tools)
         for index, block in enumerate(blocks)
         if block["type"] == "tool_result"
     ]
@@ -173,14 +173,13 @@ def _read_message(
 
 
 def _read_result(
-    block: Mapping[str, Any], path: str, deferred: Mapping[str, Mapping[str, Any]]
+    block: Mapping[str, Any], path: str, tools: Mapping[str, Mapping[str, Any]]
 ) -> SentMessage:
     content = block.get("content") or ""
     if not isinstance(content, str):
         _require_blocks(content, RESULT_BLOCKS, f"{path}.content")
         content = [
-            _as_text(part, f"{path}.content[{index}]", deferred)
-            for index, part in enumerate(content)
+            _as_text(part, f"{path}.content[{index}]", tools) for index, part in enumerate(content)
         ]
     text, images = _read_content(content, f"{path}.content")
     message = HistoryMessage(Message("tool", text, images=images))
@@ -188,15 +187,21 @@ def _read_result(
 
 
 def _as_text(
-    block: Mapping[str, Any], path: str, deferred: Mapping[str, Mapping[str, Any]]
+    block: Mapping[str, Any], path: str, tools: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """Return a block of a result. A reference to a tool becomes a text that describes the tool."""
+    """Return a block of a result. A reference to a tool becomes a text.
+
+    The text describes a tool with `defer_loading`, which the policy does not see otherwise. Of
+    another tool it has the name.
+    """
     if block["type"] != "tool_reference":
         return block
     name = block["tool_name"]
-    if name not in deferred:
-        raise Refused(f"{path}.tool_name is {name!r}, which no deferred tool has", param=path)
-    return {"type": "text", "text": f"{json.dumps(_as_function(deferred[name]))}\n"}
+    if name not in tools:
+        raise Refused(f"{path}.tool_name is {name!r}, which no tool has", param=path)
+    is_hidden = tools[name].get("defer_loading")
+    text = json.dumps(_as_function(tools[name])) if is_hidden else name
+    return {"type": "text", "text": f"{text}\n"}
 
 
 def _require_blocks(
