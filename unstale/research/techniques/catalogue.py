@@ -134,10 +134,10 @@ ROWS: Sequence[Row] = (
         "decoupled modules, varying counts, entropy steps",
         "the recipe dart: allocate has varying counts, limits the lengths, replay stored "
         "successes, top_turns the steps of high entropy, and the ratio is truncated; --techniques "
-        "'bus top_turns' --bus.load RUN --bus.when failed --objective.placed anchor has successes "
-        "collected before the run",
-        "Successes from before the run cannot be used together with varying counts and lengths, "
-        "and the recipe was not run on screenshots.",
+        "'allocate limits bus top_turns' --bus.load RUN --bus.when failed --objective.placed "
+        "anchor has successes collected before the run instead of stored ones",
+        "Successes from before the run cannot be used together with stored ones, and on "
+        "screenshots only a tiny model was trained.",
     ),
     _works(
         12,
