@@ -18,8 +18,11 @@ from tests.cli.test_run import quiet
 from tests.support.tiny_runs import save_tiny, tiny_run
 from tests.techniques.test_predicted_sampler import outcome, world
 from unstale.cli import session
+from unstale.cli.failures import RunFailed
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
+from unstale.durability.checkpoint import CHECKPOINTS
+from unstale.durability.checkpoint_files import read_state
 from unstale.envs.desk import shipped_desks
 from unstale.recipes import RECIPES
 from unstale.research.route import dispatch, read_counts, route
@@ -178,6 +181,30 @@ def test_a_run_reads_the_texts_of_its_pool_with_its_policy(tmp_path: Path) -> No
     )
     run = session.train(config, console=quiet())
     assert len(run.metrics) == 2
+    loaded = {"predicted_sampler.load": str(run.folder), "predicted_sampler.passes": 0}
+    again = session.train(override(config, {**loaded, "name": "again"}), console=quiet())
+    (first, second) = (value_model_of(each.folder) for each in (run, again))
+    for name, weights in first["model"]["weights"].items():
+        assert torch.equal(weights, second["model"]["weights"][name]), "it is never updated"
+    assert first["model"]["steps"] == second["model"]["steps"] > 0
+    assert len(second["before"]) > len(first["before"]), "its trust follows this run"
+    words = override(config, {**loaded, "name": "words", "predicted_sampler.encoder": "words"})
+    with pytest.raises((ConfigError, RunFailed), match="the value model was trained on vectors of"):
+        session.train(words, console=quiet())
+
+
+def value_model_of(run: Path) -> dict[str, Any]:
+    newest = max((run / CHECKPOINTS).glob("step*"))
+    learned: dict[str, Any] = read_state(newest, "technique/predicted_sampler")["learned"]
+    return learned
+
+
+def test_a_model_is_loaded_only_from_a_run_that_has_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="passes 0 never trains the model: set predicted_sam"):
+        PredictedSamplerConfig(forecast="model", passes=0)
+    sampler = make_sampler(PredictedSamplerConfig(forecast="model", load=str(tmp_path)))
+    with pytest.raises(ConfigError, match="has no checkpoint with a value model"):
+        sampler.read({"a": "add 1"})
 
 
 def test_desks_have_texts() -> None:

@@ -234,6 +234,21 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         )
 
 
+def read_state(folder: Path, name: str) -> Any:
+    """Return the state of the component `name`, other than the trainer, in a checkpoint of one
+    rank. Its file is verified. Empty if the checkpoint has no such component.
+
+    Raises `CheckpointError` if a file is missing or changed.
+    """
+    with wrap_file_errors(folder):
+        body = read_manifest(folder)
+        verify_file(folder, STATE, body)
+        for key, tree in body["states"]["mapping"]:
+            if key == name:
+                return from_json(tree, load_file(folder / STATE), {})
+        return {}
+
+
 def read_policy(folder: Path) -> dict[str, Tensor]:
     """Return the forward-pass weights of a checkpoint, by parameter. The files are verified.
 

@@ -350,7 +350,8 @@ class Rollout:
         """Return a coroutine that runs the episode with this index in its group.
 
         If the episode has segments, the coroutine first waits until the episode may run
-        (`EpisodeSlots`).
+        (`EpisodeSlots`). A technique's limit of turns does not hold for an episode that begins
+        with placed text, which may have more turns.
         """
         slot = None
         if self._slots and request.budget.segments:
@@ -365,7 +366,7 @@ class Rollout:
             open_writer=partial(open_writer, request.number, index),
             record=record,
             start=start,
-            limit=request.turn_limit,
+            limit=None if start.fork and start.fork.text else request.turn_limit,
             budget=request.budget,
             slot=slot,
         )

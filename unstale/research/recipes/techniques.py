@@ -106,9 +106,9 @@ def dart(**changes: Any) -> RunConfig:
 
     The techniques are allocate (fewer episodes where results are clear), limits (episodes at most
     as long as the task's longest past success), replay (only where every new episode failed) and
-    top_turns (only the turns of highest entropy). The weight D is truncated. Instead of allocate,
-    limits and replay, `bus` can load successes of an earlier run. The desk and the model are those
-    of `retail`: replace both. The techniques have not been measured together, so no result is
+    top_turns (only the turns of highest entropy). The weight D is truncated. Instead of replay,
+    `bus` can load successes of an earlier run of this recipe. The desk and the model are those of
+    `retail`: replace both. The techniques have not been measured together, so no result is
     promised.
     """
     config = retail(
@@ -122,6 +122,7 @@ def dart(**changes: Any) -> RunConfig:
         "limits.quantile": 1.0,
         "limits.successes": 4,
         "limits.window": 16,
+        "limits.remind": 0,
         "replay.rule": "failed",
         "replay.episodes": "successes",
         "replay.max_age": 16,

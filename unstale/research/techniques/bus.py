@@ -12,7 +12,8 @@ successes with one reply there, and encodes the others' with its own tokenizer. 
 sampling). Or they are the successes of an earlier run `load` with the same policy and tasks, with
 all their turns, whose observations the environment must repeat. With `when` = failed, texts of
 `load` are used only in groups without a success. From DART, which keeps successes collected in
-advance for tasks that always fail.
+advance for tasks that always fail. An allocator's number of episodes includes those with foreign
+text. A technique's limit of turns does not hold for them.
 """
 
 from __future__ import annotations
@@ -54,10 +55,8 @@ if TYPE_CHECKING:
     from unstale.config import RunConfig
 
 REFUSED = {
-    "allocator": "which chooses the number of episodes of a group, too",
     "distiller": "whose teacher scores sampled tokens only",
     "estimator": "which computes the advantages, too",
-    "limiter": "which counts the replies of an episode from its beginning",
     "ratio": "which is computed over whole sequences",
     "recredit": "which compares turns, and foreign text begins some of them",
     "source": "which stores single episodes",
@@ -106,7 +105,7 @@ class Bus:
         self._identify = identify
 
     def roots(self, group_size: int) -> int:
-        return group_size - self._options.number
+        return max(1, group_size - self._options.number)
 
     async def forks(
         self, rounds: Sequence[Sequence[Trajectory | Failure]], texts: Texts

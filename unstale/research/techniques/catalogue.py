@@ -134,10 +134,10 @@ ROWS: Sequence[Row] = (
         "decoupled modules, varying counts, entropy steps",
         "the recipe dart: allocate has varying counts, limits the lengths, replay stored "
         "successes, top_turns the steps of high entropy, and the ratio is truncated; --techniques "
-        "'bus top_turns' --bus.load RUN --bus.when failed --objective.placed anchor has successes "
-        "collected before the run",
-        "Successes from before the run cannot be used together with varying counts and lengths, "
-        "and the recipe was not run on screenshots.",
+        "'allocate limits bus top_turns' --bus.load RUN --bus.when failed --objective.placed "
+        "anchor has successes collected before the run instead of stored ones",
+        "Successes from before the run cannot be used together with stored ones, and on "
+        "screenshots only a tiny model was trained.",
     ),
     _works(
         12,
@@ -260,8 +260,9 @@ ROWS: Sequence[Row] = (
         "a value from the history of outcomes: budgets before the rollout, and a router",
         "--techniques 'predicted_sampler allocate' --predicted_sampler.forecast model "
         "--allocate.gain v0 --allocate.forecast sampler --selection.pool N, with a small model "
-        "that is trained in the run; unstale route --out FILE sends tasks to one of several "
-        "policies by a model of all of them",
+        "that is trained in the run, or with --predicted_sampler.load RUN "
+        "--predicted_sampler.passes 0 in an earlier one and not updated; unstale route --out FILE "
+        "sends tasks to one of several policies by a model of all of them",
     ),
     _works(
         30,
@@ -431,7 +432,7 @@ ROWS: Sequence[Row] = (
         "one episode per task with a Beta baseline",
         "--techniques 'beta_sampler baseline unlikely_token_bonus' --baseline.centre prior "
         "--baseline.scale batch --baseline.discount_prior true --baseline.prior 4 --baseline.keep "
-        "0.96 --baseline.kl_target 0.06 --schedule.group_size 1",
+        "0.96 --baseline.kl_target 0.06 --schedule.group_size 1 --selection.pool N",
     ),
     _works(
         54,

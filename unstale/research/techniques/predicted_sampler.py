@@ -24,7 +24,7 @@ the cross entropy plus 0.25 times -log sigmoid(z - z') over pairs with different
 belongs to the better group and z' to the other. Finally p = sigmoid(g z + (1 - g) z0). z0 is the
 logit of the mean of all groups. g, from 0 to 1, is the trust in the model. It is fitted by maximum
 likelihood to the last groups, each of which was forecast before the model was trained on it. From
-V0, which trains a large model in advance.
+V0, which trains a large model in advance and never updates it, as `load` and `passes` 0 do.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -75,6 +76,7 @@ class PredictedSamplerConfig(Section, SuccessShare):
         "calibrate": ("words",),
         "lr": ("model",),
         "passes": ("model",),
+        "load": ("model",),
     }
 
     alpha: Share = 0.5
@@ -85,7 +87,7 @@ class PredictedSamplerConfig(Section, SuccessShare):
     """
     forecast: Literal["words", "model"] = "words"
     """The forecast of success: a mean of past results weighted by common words, or a small model
-    that is trained in the run.
+    that is trained in the run or loaded.
     """
     encoder: Literal["words", "policy"] = "words"
     """The vector of a text: `words` counts its words; `policy` is the mean of the hidden states at
@@ -111,10 +113,22 @@ class PredictedSamplerConfig(Section, SuccessShare):
     """Only with `forecast` = words: calibrate the forecast by the known results (Platt scaling)."""
     lr: Positive = 0.03
     """Only with `forecast` = model: the learning rate of the small model that forecasts success."""
-    passes: PositiveInt = 4
-    """Only with `forecast` = model: number of the small model's optimizer steps after each batch,
-    on all of the last groups.
+    passes: Count = 4
+    """Only with `forecast` = model: number of optimizer steps after each batch, on all of the
+    last groups. 0, for a model from `load`, never updates it.
     """
+    load: str = ""
+    """Only with `forecast` = model: the folder of an earlier run with this technique, whose small model is used
+    from the start. It needs the same `encoder`, and for `policy` the same model. Forecasts are
+    computed from results of this run. Empty: an untrained model.
+    """
+
+    def check_combination(self) -> None:
+        if not (self.passes or self.load):
+            raise ConfigError(
+                "predicted_sampler.passes 0 never trains the model: set predicted_sampler.load to "
+                "the folder of a run that trained one"
+            )
 
 
 QUERY = StatesQuery(depth=0.5, tokens=32)
@@ -212,6 +226,12 @@ class ModelSampler(TextSampler):
         self._learned = LearnedForecast(
             width=options.width, lr=options.lr, steps=options.passes, history=options.history
         )
+        self._resumed = False
+
+    def read(self, texts: Mapping[str, str]) -> None:
+        super().read(texts)
+        if self._options.load and not self._resumed:
+            self._learned.restore(_learned_by(Path(self._options.load)))
 
     def forecast(self, tasks: Sequence[str]) -> Array:
         if not self._groups:
@@ -243,7 +263,30 @@ class ModelSampler(TextSampler):
                 "checkpoint has no model"
             )
         super().restore(state)
+        self._resumed = True
         self._learned.restore(state["learned"])
+
+
+def _learned_by(run: Path) -> Mapping[str, Any]:
+    """Return the state of the `LearnedForecast` in the newest checkpoint of a run.
+
+    Raises `ConfigError` if it has none.
+    """
+    from unstale.durability.checkpoint import CHECKPOINTS
+    from unstale.durability.checkpoint_files import CheckpointError, read_state
+
+    found = sorted((run / CHECKPOINTS).glob("step*-version*[0-9]"))
+    try:
+        state = read_state(found[-1], "technique/predicted_sampler") if found else {}
+    except CheckpointError as error:
+        raise ConfigError(f"predicted_sampler.load {run}: {error}") from error
+    if "learned" not in state:
+        raise ConfigError(
+            f"predicted_sampler.load {run} has no checkpoint with a value model: it must be a run "
+            "with --techniques predicted_sampler --predicted_sampler.forecast model"
+        )
+    learned: Mapping[str, Any] = state["learned"]
+    return learned
 
 
 class PredictedSampler(TextSampler):
@@ -310,6 +353,8 @@ def make_sampler(options: PredictedSamplerConfig) -> TextSampler:
 
 def _describe(options: PredictedSamplerConfig) -> str:
     model = ", by a model that is trained on them" if options.forecast == "model" else ""
+    if not options.passes:
+        model = f", by the model of {options.load}, which is not trained"
     return (
         f"the next task has a forecast success rate near {options.alpha:g}, from its text and the "
         f"last {options.history} groups{model}; the objective is the expectation over these tasks"
@@ -362,11 +407,12 @@ ENTRY = Entry(
     "pool; no weight corrects it. D and S do not change. Words, or hidden states of the first "
     "policy, instead of an encoder that was trained in advance, the place of reference tasks, the "
     "mean success as `prior` and Platt's calibration, which is an alternative in the code of DOTS, "
-    "are our own choice. So are the small model, its training in the run, and g. V0 trains TabPFN "
+    "are our own choice. So are the small model, its training in a run, and g. V0 trains TabPFN "
     "2.5 in advance, and lets it read 256 results.",
     requires=frozenset({"pool", "texts"}),
     fixed={
         "forecast": "the checkpoint has the state of that forecast",
         "encoder": "the checkpoint has the results of that encoder",
+        "load": "the checkpoint has the model that came from there",
     },
 )

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unstale.config.checks import ConfigError
 from unstale.research.techniques.forecast import DIMENSIONS, Array, logit, sigmoid
 
 if TYPE_CHECKING:
@@ -182,12 +183,23 @@ class ValueModel:
         return loss + PENALTY * self._weights["words"].square().sum() / sizes.sum()
 
     def _fit_size(self, size: int) -> None:
-        """Create a weight for each of `size` features, before the first training."""
+        """Create a weight for each of `size` features, before the first training.
+
+        Raises `ConfigError` if the model was trained on another number of features.
+        """
         import torch
 
-        if len(self._weights["words"]) != size and not self._steps:
-            self._weights["words"] = torch.zeros(size, dtype=torch.float64)
-            self._moments["words"] = torch.zeros(size).double(), torch.zeros(size).double()
+        trained = len(self._weights["words"])
+        if trained == size:
+            return
+        if self._steps:
+            raise ConfigError(
+                f"the value model was trained on vectors of {trained} numbers, and these have "
+                f"{size}: predicted_sampler.load needs a run with the same "
+                "predicted_sampler.encoder and the same model"
+            )
+        self._weights["words"] = torch.zeros(size, dtype=torch.float64)
+        self._moments["words"] = torch.zeros(size).double(), torch.zeros(size).double()
 
     def _logits(self, vectors: Tensor, past: Results, *, own: bool) -> Tensor:
         """Return the logits z `[n]` of tasks, computed from past groups.
