@@ -118,9 +118,9 @@ class PredictedSamplerConfig(Section, SuccessShare):
     last groups. 0, for a model from `load`, never updates it.
     """
     load: str = ""
-    """Only with `forecast` = model: the folder of an earlier run with this technique, whose small model is used
-    from the start. It needs the same `encoder`, and for `policy` the same model. Forecasts are
-    computed from results of this run. Empty: an untrained model.
+    """Only with `forecast` = model: the folder of an earlier run with this technique, whose small
+    model is used from the start. It needs the same `encoder`, and for `policy` the same model.
+    Forecasts are computed from results of this run. Empty: an untrained model.
     """
 
     def check_combination(self) -> None:
