@@ -428,10 +428,10 @@ async def add_gradient(
 async def until_scorable(run: RunComponents, batch: Batch, publication: "Publication") -> None:
     """Wait until the old log-probabilities of a batch can be computed.
 
-    The route is the method that computes them. In general it must wait until all engines have
-    loaded the current version. A route with copies of past weights need not wait if the current
-    version sampled none of the batch's tokens. But if it loads the copies into the trained model,
-    it must, because engines may still read the weights of that model.
+    In general this is when all engines have loaded the current version. There is no wait if the
+    route (the method that computes them) has copies of past weights, does not load them into the
+    trained model, and the current version sampled none of the batch's tokens. A route that loads
+    them into the trained model must wait, because engines may still read that model's weights.
     """
     needs = run.old_logps.needs
     scores_kept_weights = needs.snapshots and not needs.trained_weights

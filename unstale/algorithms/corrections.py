@@ -268,7 +268,7 @@ class CorrectionWeights:
     keep: Bool[Tensor, "*shape"]
     """False for tokens that the correction dropped, and for tokens that were not sampled."""
     weighted: bool = False
-    """True if `weight` contains the discrepancy D. A second weighting by D then raises
+    """True if `weight` has the discrepancy D as a factor. A second weighting by D then raises
     ValueError.
     """
 

@@ -34,8 +34,8 @@ FIRST_CALL_S = 1800.0
 `FROM_DISK`.
 """
 FROM_DISK = frozenset({"load", "restore", "recover"})
-"""Methods that are called when a run resumes. They read the run folder, and may take much longer
-than their earlier calls.
+"""Names of the ranks' methods that read the run folder when a run resumes. Such a call may take
+much longer than an earlier call of the same method, so its time limit is `FIRST_CALL_S`.
 """
 LEAST_CALL_S = 120.0
 SLOWER = 10

@@ -246,10 +246,9 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
 
 
 def former_name(name: str) -> str:
-    """Return `name` if it is the former name of a renamed option, or the former name of its
-    section.
+    """Return the part of `name` that is out of date, or "" if there is none.
 
-    Otherwise return "".
+    It is `name` if the option itself was renamed, and the section's part if only the section was.
     """
     section = name.partition(".")[0]
     if name not in RENAMED and RENAMED.get(section) in sections():

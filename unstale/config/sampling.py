@@ -161,11 +161,12 @@ class EngineConfig(Section):
     """
     top_k: Count = 0
     """Sample from this number of most probable tokens; 0 sets no limit. Applied before `top_p`.
-    Sets are recorded as with `top_p`.
+    The set of tokens that could be sampled is recorded, as with `top_p`.
     """
     min_p: Share = 0.0
     """Sample from tokens whose probability is at least this share of the highest one. Applied
-    before `top_k` and `top_p`. Sets are recorded as with `top_p`.
+    before `top_k` and `top_p`. The set of tokens that could be sampled is recorded, as with
+    `top_p`.
     """
     logit_bias: str = ""
     """Numbers to add to the logits of tokens, as ID=NUMBER, separated by spaces. `-inf` bans a

@@ -91,7 +91,7 @@ class Choice:
     index: int
     """The engine's index in the list of candidates."""
     has_place: bool
-    """False if no engine can run the request at once. The request then waits at this engine."""
+    """False if no engine can run the request at once. The request waits at the chosen one."""
     rejects: int
     """Number of engines that would have been better, but cannot run the request at once."""
     is_prefill: bool

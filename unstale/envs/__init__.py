@@ -1,7 +1,7 @@
-"""The interfaces (Protocols) of environments, which exchange messages with the policy, and task
-sets.
+"""The interfaces (Protocols) of environments and of task sets.
 
-A task set creates the environments of its tasks. `chat.py` converts messages to tokens.
+An environment exchanges messages with the policy. A task set creates the environments of its tasks.
+`chat.py` converts messages to tokens.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ _Contract = TypeVar("_Contract")
 MAX_REWARD = 1e15
 """Largest absolute value of a reward. The square of a larger one would not fit into float32."""
 MAX_FACT = 1e300
-"""Largest absolute value of a fact (see `Turn.facts`). The sum over a batch stays finite."""
+"""Largest absolute value of a fact (see `Turn.facts`), so that a batch's sum stays finite."""
 _TASKS_PER_SEED = 10**9
 """Number of task numbers for each seed of a run. Runs with different seeds then share no task."""
 

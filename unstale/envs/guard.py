@@ -166,7 +166,7 @@ class Occupancy:
         return seconds - (queued_s(threading.get_native_id()) - self.queued_before)
 
     def require_few_interruptions(self) -> None:
-        """Raise `RunBlocked` if user code was interrupted `MAX_INTERRUPTIONS` times."""
+        """Raise `RunBlocked` if user code was interrupted `MAX_INTERRUPTIONS` times or more."""
         if self.num_interrupted >= MAX_INTERRUPTIONS:
             count = self.num_interrupted
             text = f"code blocked all episodes {count} times. The last: {self.last_interrupted}"

@@ -125,8 +125,9 @@ class Quantity(NamedTuple):
     """The answer of a text: a number, a list of numbers, or a text such as a time."""
 
     value: Value
-    """The number: exact, or a float if it has an irrational root. A list is a tuple. A text is what
-    is not computed: a time or ratio (`7:30`), a range or date (`3-4`), a version (`1.2.3`).
+    """The value: an exact number, or a float if it has an irrational root. A tuple for a list of
+    numbers. A str for what is not computed: a time or ratio (`7:30`), a range or date (`3-4`), a
+    version (`1.2.3`).
     """
     is_percent: bool = False
     """True if a percent sign follows. `5%` has the value 5."""

@@ -325,7 +325,7 @@ _TERMS: Mapping[str, Terms] = {"return": "regular", "return_sale": "sale", "refu
 
 
 def draw_request(draw: Draw, kind: str, user: User) -> Request:
-    """Return a random request of this kind, and add an order that fits it to the database."""
+    """Return a random request of this kind. Add the order that it is about to the database."""
     random, items = draw.random, draw.desk[Item]
     wishes = _WISHES[kind]
     if kind == "refuse_status" and draw.level == 1:

@@ -239,7 +239,7 @@ class Episode:
 
 
 class Server:
-    """The episodes of a worker process, whose calls it carries out.
+    """Carries out, in a worker process, the run's calls to the environments of its episodes.
 
     The function `send` sends a message to the run. It raises the errors of `_Connection.send`.
     """

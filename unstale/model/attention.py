@@ -145,7 +145,8 @@ AttentionMaskInterface.register(ATTENTION, packed_mask)
 def attend_by_tree(
     query: Tensor, key: Tensor, value: Tensor, run: PrefixTree, scale: float | None
 ) -> Tensor:
-    """Return the attention output `[1, N, heads, width]`, computed by compiled kernels.
+    """Return the attention output `[1, N, heads, width]` of the tokens of the prefix tree `run`,
+    computed by compiled kernels.
 
     Call this only if `tree_attention.can_attend` returns True for these inputs.
     """
@@ -180,10 +181,10 @@ class AttentionCall:
 def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[AttentionCall]:
     """Return the calls of flash attention that together are causal attention in every sequence.
 
-    A segment is a run of tokens that belongs to the same sequences. Each token attends (1) within
-    its own block, causally, (2) to the part of its segment before the block, and (3) to all earlier
-    segments of its sequence. The calls for (1) come first, because they cover every token. The
-    results of (2) and (3) are added to those of (1).
+    A segment is a span of tokens that the same sequences have in common. Each token attends (1)
+    within its own block, causally, (2) to the part of its segment before the block, and (3) to all
+    earlier segments of its sequence. The calls for (1) come first, because they cover every token.
+    The results of (2) and (3) are added to those of (1).
 
     With `batched`, all blocks of equal length in (1) are one call. The calls of (2) and (3) are
     never combined, because a combined call may round differently: a token's value must not depend
@@ -324,11 +325,11 @@ def attend_by_segment(  # noqa: PLR0913 - attention and its tree
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return the attention output `[1, heads, N, width]` on any device, with one call per segment.
+    """Return the attention output `[1, heads, N, width]` of the tokens of the prefix tree `run`.
 
-    A segment is a run of tokens that belongs to the same sequences. `window` is the size of a
-    sliding window: the number of tokens to which a query attends, its own included. None means no
-    limit.
+    It works on any device, and calls torch's attention function once for each segment. A segment is
+    a span of tokens that the same sequences have in common. `window` is the size of a sliding
+    window: the number of tokens to which a query attends, its own included. None means no limit.
     """
     outputs = []
     for segment in run.segments:

@@ -153,7 +153,7 @@ def _weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _check_weights(router: nn.Module) -> None:
-    """Raise ConfigError unless `_weights` computes the same weights as the router itself.
+    """Raise ConfigError unless `_weights` computes the same weights of experts as the router.
 
     If the router is divided among ranks, all ranks must call this.
     """

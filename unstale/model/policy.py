@@ -997,9 +997,10 @@ class Policy:
     ) -> HiddenMeans:
         """Return means of the hidden states of one layer, and the entropies of sampled tokens.
 
-        `depth` chooses the layer: above 0, and 1 for the last one. `marks` `[T, m]` bool has m sets
-        of tokens. Each mean is over the tokens of one set in one sequence. Passes have at most
-        `max_tokens_per_microbatch` tokens, as in `score`. Raises ValueError for a sharded model.
+        `depth` chooses the layer, as a share of the number of layers: 0.5 is the middle layer, and
+        1 the last one. `marks` `[T, m]` bool has m sets of tokens. Each mean is over the tokens of
+        one set in one sequence. Passes have at most `max_tokens_per_microbatch` tokens, as in
+        `score`. Raises ValueError for a sharded model.
         """
         if self._is_sharded:
             raise ValueError("the hidden states of a sharded model cannot be read")

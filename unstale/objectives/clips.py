@@ -8,8 +8,8 @@ from unstale.config.checks import NonNegative, Range, Share
 from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs
 
 LOOSE_ABOVE = "S from above where A < 0: the loss of a token that became likelier has no limit"
-"""A clause for texts about an objective: which tokens it does not limit. It fits objectives that
-stop a token only if the token moves in the direction of its advantage.
+"""Part of a sentence about an objective, which says where the ratio S has no limit. Use it for
+objectives that remove a token's gradient only if S has moved in the direction of the advantage A.
 """
 
 

@@ -86,10 +86,12 @@ def amount(value: float | None) -> str:
 
 
 KEEPS_PACE, KEEPS_BUSY, HELD_BACK, OTHER = 0.1, 0.2, 0.5, 0.2
-"""Shares of time that decide about the bottleneck. A trainer that waits for less than `KEEPS_PACE`
-does not count as waiting. An engine that is idle for less than `KEEPS_BUSY` counts as busy. Tools,
-or finished groups that wait for older ones, are the cause from `HELD_BACK` on. A second activity of
-the trainer is named if it takes more than `OTHER`.
+"""Shares by which the bottleneck is named. The trainer counts as waiting if it waits for at least
+`KEEPS_PACE` of the time. The engine counts as busy if it is idle for less than `KEEPS_BUSY` of it.
+Tools can be the cause of an idle engine if episodes spend at least `HELD_BACK` of their time in
+them. Finished groups that wait for older ones are the cause if they are at least `HELD_BACK` of the
+groups in flight. Besides a bottleneck in the trainer, its longest other activity is named if it
+takes more than `OTHER` of the trainer's time.
 """
 
 BOTTLENECKS = {

@@ -309,7 +309,10 @@ class _Pair:
         return self.before if self.after is None else self.before ^ self.after
 
     def sample(self) -> "_Pair":
-        """Return a sample of `SAMPLE_WORDS` words of a large tensor, in `SAMPLE_BLOCKS` blocks."""
+        """Return the same `SAMPLE_WORDS` words of both versions, in `SAMPLE_BLOCKS` blocks.
+
+        For tensors of more than `EXACT_WORDS` words.
+        """
         length = SAMPLE_WORDS // SAMPLE_BLOCKS
         last = len(self.before) - length
         starts = [number * last // (SAMPLE_BLOCKS - 1) for number in range(SAMPLE_BLOCKS)]

@@ -531,8 +531,8 @@ class AnalyticCosts:
     live: int
     """Number of versions of the weights whose sampled tokens may wait for training at one time."""
     absorbed_s: float = 0.0
-    """Seconds of a step in which the trainer waits for episodes. Routes (ways to get `old_logp`)
-    with `needs.idle` score in them at no cost.
+    """Seconds of a step in which the trainer waits for episodes. A route (way to get `old_logp`)
+    with `needs.idle` computes `old_logp` in this time, at no cost.
     """
 
     @property

@@ -311,8 +311,8 @@ def _siblings(
 
 
 _MAX_PREFIXES = 1 << 40
-"""Upper bound of the names of a recorded run's prefixes. A multiple of it is added when a group is
-used again.
+"""The names of a recorded run's prefixes are numbers below this. When a group is used again, a
+multiple of it is added to them, so that these prefixes are new ones.
 """
 
 

@@ -468,8 +468,8 @@ class JournalReader:
         """Return the numbers of groups that a step trained on although an earlier step had trained
         on them.
 
-        They are in the order of the batch. Without `step`, those of all steps are returned, by
-        step.
+        They are in the order of the batch. Without `step`, those of all steps are returned, ordered
+        by step.
         """
         where = "" if step is None else f"WHERE step = {int(step)}"
         rows = self.rows(f"SELECT number FROM replayed {where} ORDER BY step, place")

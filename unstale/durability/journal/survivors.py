@@ -142,8 +142,9 @@ def _spread(values: Sequence[int]) -> Row:
 
 
 def quantile(values: Sequence[int], share: float) -> int:
-    """Return the smallest of the sorted `values` that at least the share `share` of them do not
-    exceed.
+    """Return the smallest v in `values` for which at least the share `share` of them are <= v.
+
+    `values` must be sorted.
 
     >>> quantile([1, 2, 3, 4], 0.5), quantile([1, 2, 3, 4], 0.51), quantile([7], 0.1)
     (2, 3, 7)

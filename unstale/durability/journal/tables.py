@@ -229,10 +229,10 @@ def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Recor
 def piece_rows(episode: int, position: int, piece: Piece, after: int) -> list[Record]:
     """Return the SQL statements that insert a piece, a run of tokens of an episode.
 
-    `position` is the index of `piece` in the episode. Kept sets, signals, the source of placed text
-    and pictures go to tables of their own. Numbers are packed little-endian. Tokens take two bytes
-    each if all of them fit, otherwise four. Log-probabilities are float32, the precision in which
-    engines compute them. `after` is the number of the newest checkpoint.
+    `position` is the index of `piece` in the episode. Kept sets, signals, pictures and what
+    `_source` returns go to tables of their own. Numbers are packed little-endian. Tokens take two
+    bytes each if all of them fit, otherwise four. Log-probabilities are float32, the precision in
+    which engines compute them. `after` is the number of the newest checkpoint.
     """
     count = len(piece.tokens)
     tokens = _pack(piece.tokens)
@@ -262,8 +262,10 @@ def to_pictures(packed: bytes) -> tuple[Picture, ...]:
 
 
 def _source(piece: Placed) -> tuple[Any, ...]:
-    """Return the source of placed text as columns of the table `placed`. All are None without a
-    source.
+    """Return the columns of the table `placed` for text that was sampled in another context.
+
+    They are the version that sampled it, its log-probabilities there and the edit of the context.
+    All are None for other placed text.
     """
     if piece.source_logp is None or piece.edit is None:
         return (None,) * 5
@@ -273,7 +275,10 @@ def _source(piece: Placed) -> tuple[Any, ...]:
 
 
 def to_placed(piece: Piece, *source: Any) -> Placed:
-    """Return placed text from its piece and the columns of its row in the table `placed`."""
+    """Return placed text from its piece and the columns of its row in the table `placed`.
+
+    `source` are the columns that `_source` returns.
+    """
     version, logps, start, stop, removed = source
     if version is None:
         return Placed(piece.tokens, piece.provenance)

@@ -89,9 +89,10 @@ class Journal:
     ) -> None:
         """Prepare a writer of the journal `path`, which is opened when the context is entered.
 
-        `routed_experts` are the files for the experts of an MoE model. The journal closes them. A
-        deterministic run must set `keep_snapshots`, because it can return to an earlier saved state
-        of an environment. Otherwise only the last one of each unfinished episode is kept.
+        `routed_experts` are the files that record which experts of an MoE model each token used.
+        The journal closes them. `keep_snapshots` keeps all saved states of environments. A
+        deterministic run must set it, because it can return to an earlier saved state. Otherwise
+        only the last saved state of each unfinished episode is kept.
         """
         self.path = path
         self._keep_snapshots = keep_snapshots

@@ -1,6 +1,7 @@
-"""A queue of sampled tokens whose log-probabilities are still to be computed, without torch.
+"""A queue of sampled tokens whose log-probabilities are still to be computed.
 
-A piece is a run of tokens of one episode that one version sampled.
+A piece is a run of tokens of one episode that one version sampled. This module does not import
+torch.
 """
 
 from collections import deque

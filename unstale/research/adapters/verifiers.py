@@ -1,8 +1,8 @@
 """Task sets of the library verifiers (`verifiers.v1`, version 0.4).
 
-Select one by `--task.env verifiers:my-taskset`. verifiers runs the episode: its task set, its
-harness (an agent program) and its runtime. These call the package's endpoint, which records every
-token, as their model. So the agents are trained like any `ExternalAgent`.
+Select one by `--task.env verifiers:my-taskset`. verifiers runs the episode with its own
+task set, harness (an agent program) and runtime. The model that they call is unstale's endpoint,
+which records every token. So the agents are trained like any `ExternalAgent`.
 """
 
 import itertools

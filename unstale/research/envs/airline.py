@@ -268,7 +268,7 @@ also a full flight or a second bag.
 
 
 def draw_request(draw: Draw, kind: str, user: User) -> Request:
-    """Return a request of the given kind. Add a booking that fits it to the database."""
+    """Return a request of the given kind. Add the booking that it is about to the database."""
     random, flights = draw.random, draw.desk[Flight]
     causes = ("fare", "full", "limit") if draw.level > 1 else ("fare",)
     cause = random.choice(causes) if kind == "refuse_rule" else ""

@@ -322,7 +322,7 @@ possible states of its order.
 
 
 def draw_request(draw: Draw, kind: str, user: User) -> Request:
-    """Return a request of the given kind. Add an order that fits it to the database."""
+    """Return a request of the given kind. Add the order that it is about to the database."""
     random, slots = draw.random, draw.desk[Slot]
     causes = ("zone", "taken", "late") if draw.level > 1 else ("zone",)
     cause = random.choice(causes) if kind == "refuse_rule" else kind

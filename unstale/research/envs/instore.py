@@ -287,7 +287,7 @@ late return.
 
 
 def draw_request(draw: Draw, kind: str, user: User) -> Request:
-    """Return a request of the given kind. Add a card that fits it to the database."""
+    """Return a request of the given kind. Add the card that it is about to the database."""
     random, pieces = draw.random, draw.desk[Piece]
     causes = ("final", "stock", "window") if draw.level > 1 else ("final",)
     cause = random.choice(causes) if kind == "refuse_rule" else ""

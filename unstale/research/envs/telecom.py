@@ -276,7 +276,7 @@ fixed contract; from level 2 on also a plan that is sold out, or too many visits
 
 
 def draw_request(draw: Draw, kind: str, user: User) -> Request:
-    """Return a request of the given kind. Add a line that fits it to the database."""
+    """Return a request of the given kind. Add the line that it is about to the database."""
     random, plans = draw.random, draw.desk[Plan]
     causes = ("contract", "sold_out", "limit") if draw.level > 1 else ("contract",)
     cause = random.choice(causes) if kind == "refuse_rule" else ""

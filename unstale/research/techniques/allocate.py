@@ -143,8 +143,8 @@ class Allocate(ForecastUser):
         )
         self._recent: deque[Outcome] = deque(maxlen=options.window)
         self._price: float | None = None
-        """Smallest utility of an episode that is added. None if it must be computed again: before
-        the first batch, after each batch and after a restart.
+        """A group gets further episodes as long as each adds more utility than this. None if it
+        must be computed again: before the first batch, after each batch and after a restart.
         """
 
     def first(self, task: str) -> int:

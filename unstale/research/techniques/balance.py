@@ -77,7 +77,7 @@ def mass_balance(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceConfig(Section):
-    """How much of the policy's probability the episodes of a group have tried (BroRL)."""
+    """Metrics only: how much of the policy's probability a group's episodes have tried (BroRL)."""
 
 
 class Balance:

@@ -1,9 +1,9 @@
 """`exemplars`: solved tasks in the prompts of further attempts at a task that always failed.
 
-A group begins with plain attempts. If all of them failed, `number` more have the `examples` most
-similar solved tasks of the run at the end of their prompt, each with its replies. Similar tasks
-have many words in common. If a plain attempt succeeded, or no task was solved yet, these attempts
-are plain, too.
+A group begins with plain attempts, whose prompt has no examples. If all of them failed, `number`
+more have the `examples` most similar solved tasks of the run at the end of their prompt, each with
+its replies. Similar tasks have many words in common. If a plain attempt succeeded, or no task was
+solved yet, these attempts are plain, too.
 
 For training, the examples are removed from the prompt. The attempt's replies are then REWRITTEN
 text, which was sampled in another context. With `keep`, the examples stay. The baseline of an
@@ -114,8 +114,9 @@ class Exemplars:
         return scored
 
     def _prepare(self, group: Group, plain: Sequence[Trajectory], context: CreditContext) -> None:
-        """Prepare an example for `observe` to store: the shortest success of a plain attempt, if
-        any.
+        """Prepare the example that `observe` will store: the shortest success of `plain`, if any.
+
+        `plain` are the attempts whose prompt had no examples.
         """
         solved = [each for each in plain if each.success]
         texts = context.texts

@@ -72,8 +72,9 @@ class HintsConfig(Section):
     a hint or those without, whichever the episode belongs to (`apart`).
     """
     gap: bool = False
-    """Multiply the advantages of successes without a hint and of failures with one by 1 + the gain
-    in mean reward by hints.
+    """Multiply two kinds of advantages by 1 + g: positive ones of episodes without a hint, and
+    negative ones of those with a hint. g is the group's mean reward with hints minus that without,
+    with rewards clipped to 0..1.
     """
 
     def check_combination(self) -> None:

@@ -105,13 +105,13 @@ def echo_width(most: int, entropy: float, sure: float) -> int:
 def aepo_roots(size: int, difference: float) -> int:
     """Return AEPO's number of episodes of `size` that start from the prompt instead of a fork.
 
-    `difference` is the entropy of the first reply minus that of replies to tools, in nats.
+    `difference` is the entropy of the first reply minus that of replies to tools' results, in nats.
     """
     return int(size / (1 + math.exp(-0.5 * difference))) + 1
 
 
 def aepo_forks(draw: float, difference: float, successive: int) -> bool:
-    """Return True if AEPO forks at a reply to a tool.
+    """Return True if AEPO forks at a reply to a tool's result.
 
     `draw` is uniform in [0, 1]. `difference` is the entropy of this reply minus that of the first
     one, in nats. `successive` is the number of replies directly before it that were forked as well.
@@ -219,7 +219,10 @@ class LiveTree:
                 return
 
     def _at_tool(self, leaf: Leaf, leaves: Sequence[Leaf], random: Random) -> Iterator[Fork]:
-        """Yield the forks of an episode's last reply to a tool, if AEPO's rule forks there."""
+        """Yield forks in the episode's last reply that has `every` tokens, after these tokens.
+
+        Yield nothing if AEPO's rule does not fork there. The first such reply is never forked.
+        """
         found = _entropies(leaf, self._options.every)
         if len(found) < 2 or not leaf.going:
             return
@@ -234,8 +237,8 @@ class LiveTree:
     def _fresh(self, leaves: Sequence[Leaf], left: int, begun: int) -> int:
         """Return AEPO's number of new episodes that start from the prompt.
 
-        It is decided at the first reply to a tool of the group's first episode. When all episodes
-        have ended, the rest of the group starts.
+        It is decided when the group's first episode first replies to a tool's result. When all
+        episodes have ended, the rest of the group starts.
         """
         if all(leaf.ended for leaf in leaves):
             return left

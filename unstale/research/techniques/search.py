@@ -224,7 +224,10 @@ def _answer(node: Trajectory, texts: Texts) -> str:
 
 
 def _sample(rewards: Sequence[float], random: Random) -> float:
-    """Return a draw from the Beta posterior of a success rate. Rewards count between 0 and 1."""
+    """Return a draw from the Beta posterior of a success rate.
+
+    Each reward, clipped to 0..1, counts as this part of a success.
+    """
     total = sum(min(1.0, max(0.0, each)) for each in rewards)
     return random.betavariate(1 + total, 1 + len(rewards) - total)
 

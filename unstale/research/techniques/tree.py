@@ -17,11 +17,11 @@ likeliest token. No tree gets more than half of the group (ECHO, arXiv 2602.0215
 `second`: fork before the first token with p2 > `least` and p1 - p2 < `margin`, where p1 and p2 are
 the probabilities of the two likeliest tokens. The fork begins with the one that was not sampled, as
 FORCED text (LATR).
-`tool`: fork after the first `every` tokens of a reply to a tool, if (u + 0.2 dH)(1 - 0.05 l) >=
-0.5. u is random and uniform in [0, 1], dH the mean entropy of these tokens minus that in the first
-reply, l the number of such forks in succession. With `roots` 1, dH of the first episode decides
-that k sigmoid(-0.5 dH) + 1 of the group's k episodes start from the prompt (AEPO, arXiv
-2510.14545).
+`tool`: fork after the first `every` tokens of a reply to a tool's result, if
+(u + 0.2 dH)(1 - 0.05 l) >= 0.5. u is random and uniform in [0, 1], dH the mean entropy of these
+tokens minus that in the first reply, l the number of such forks in succession. With `roots` 1, dH
+of the first episode decides that k sigmoid(-0.5 dH) + 1 of the group's k episodes start from the
+prompt (AEPO, arXiv 2510.14545).
 `none`: never fork.
 
 `prune` ends episodes early at these decisions, without a reward. `mixed` keeps those whose
@@ -87,7 +87,8 @@ class TreeConfig(Section):
     before the tokens that were the least likely (`unlikely`) or had the largest entropy (`peaks`).
     Running episodes: before a token with a large entropy (`entropy`), after tokens with a large
     entropy and a low confidence (`confidence`), at two likely tokens, with the one that was not
-    sampled (`second`), after the first tokens of a reply to a tool (`tool`), or nowhere (`none`).
+    sampled (`second`), after the first tokens of a reply to a tool's result (`tool`), or nowhere
+    (`none`).
     """
     turn: Annotated[int, Range(2)] = 2
     """Only for `turn`: the number of the reply (from 1) that the forked episodes sample again. An
