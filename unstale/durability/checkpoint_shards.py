@@ -175,8 +175,9 @@ def _whole(
     """Return a whole forward-pass weight, joined from the parts of all ranks.
 
     `written` and `files` have the manifest entry and the tensors of each rank. A rank's part is in
-    its file, unless it equals a part of `trained`, the trainer's weight, in another precision.
-    `trained` is None if the trainer has no weight of this name.
+    its file, unless it equals its part of `trained`, the trainer's weight, cast to the dtype of the
+    forward pass. Such a part was not written and is cast here. `trained` is None if the trainer has
+    no weight of this name.
     """
     parts = [
         files[rank][POLICY_PREFIX + name]

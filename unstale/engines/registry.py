@@ -97,8 +97,8 @@ class EngineOptions:
     then keeps one more copy of the weights.
     """
     packed: bool = False
-    """With `deltas`: send the differences of quantised weights, which are values and scales of the
-    format `quantise`. Full weights are sent unquantised, and the engine quantises them.
+    """If `deltas` is True: send the differences of quantised weights, which are values and scales
+    of the format `quantise`. Full weights are sent unquantised, and the engine quantises them.
     """
     transfer: Transfer = "auto"
     """How weights reach a vLLM server: by NCCL from the trainer's GPU, or as a file in memory."""
@@ -109,8 +109,8 @@ class EngineOptions:
     merging: Merging | None = None
     """If given, weight updates are LoRA adapters for the model in `model_folder`."""
     adapters: Adapters = "merged"
-    """With `merging`: add the adapters to the weights when they are loaded (`merged`), or to the
-    outputs of layers (`unmerged`). An engine with unmerged adapters is a `VersionedEngine`.
+    """How the LoRA adapters are applied if `merging` is given. `merged` adds them to the weights
+    when they are loaded. `unmerged` adds them to the outputs of layers, in a `VersionedEngine`.
     """
     max_versions: int = 1
     """Largest number of versions from which a `VersionedEngine` samples at once."""

@@ -175,7 +175,7 @@ def given_answer(text: str) -> str:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    r"""Return the computed last expression of a text. None if there is none or it is not
+    r"""Return the value of the last expression in a text. None if there is none or it is not
     understood.
 
     If there is a `\boxed{}`, only the last one counts. Otherwise, a number in a remark in
@@ -240,9 +240,10 @@ def _without_remark(found: re.Match[str]) -> str:
 def _of_line(
     line: str, is_prose: bool, *, is_box: bool = False
 ) -> Quantity | Literal[False] | None:
-    """Return the last expression of a line, computed.
+    r"""Return the value of the last expression in a line.
 
-    None if it is not understood, False if there is none.
+    None if it is not understood, False if there is none. `is_prose` is True if the whole text has
+    words, so that "!" may be an exclamation mark. `is_box` is True for the content of a `\boxed{}`.
     """
     tokens = _grouped([*_tokens(line, is_prose)], is_box=is_box)
     found = [place for place, token in enumerate(tokens) if _is_value(token)]

@@ -86,12 +86,15 @@ def amount(value: float | None) -> str:
 
 
 KEEPS_PACE, KEEPS_BUSY, HELD_BACK, OTHER = 0.1, 0.2, 0.5, 0.2
-"""Shares by which the bottleneck is named. The trainer counts as waiting if it waits for at least
-`KEEPS_PACE` of the time. The engine counts as busy if it is idle for less than `KEEPS_BUSY` of it.
-Tools can be the cause of an idle engine if episodes spend at least `HELD_BACK` of their time in
-them. Finished groups that wait for older ones are the cause if they are at least `HELD_BACK` of the
-groups in flight. Besides a bottleneck in the trainer, its longest other activity is named if it
-takes more than `OTHER` of the trainer's time.
+"""Shares by which the bottleneck is named.
+
+`KEEPS_PACE`: the trainer counts as waiting if it waits for at least this share of the time.
+`KEEPS_BUSY`: the engine counts as busy if it is idle for less than this share of the time.
+`HELD_BACK`: tools can be the cause of an idle engine if episodes spend at least this share of their
+time in them. The staleness budget is the cause if at least this share of the groups in flight is
+finished and waits for older ones.
+`OTHER`: if the bottleneck is an activity of the trainer, its longest other activity is named too if
+it takes more than this share of the trainer's time.
 """
 
 BOTTLENECKS = {

@@ -436,7 +436,7 @@ class _Procedure:
         ]
 
     def _success(self, task: Task, choices: Mapping[str, Choice | None]) -> bool | None:
-        """Return the success of the chosen attempt. None if all attempts failed."""
+        """Return whether the chosen attempt at a task succeeded. None if none was finished."""
         choice = choices.get(task.key)
         return self._episodes(task)[choice.ranking[0]].success if choice else None
 

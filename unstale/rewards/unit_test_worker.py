@@ -1,9 +1,10 @@
 """The program that evaluates unit tests inside the sandbox.
 
-`unstale.rewards.programs` runs its source in two kinds of processes. With an argument, it reads
-expressions from standard input, evaluates them in the module of the tested program, and prints
-their values. Without one, it reads tests with such values and evaluates them, where the tested
-program does not run. Values are printed as JSON, so none can be an object of the program.
+`unstale.rewards.programs` runs its source in two kinds of processes, so that the tested program
+cannot change the result of a test. With the argument `ask`, a process runs the tested program. It
+reads expressions from standard input, evaluates them in the program's module, and prints their
+values. Without an argument, a process does not run the program. It reads tests together with these
+values, and evaluates the tests. Values are JSON, so none can be an object of the program.
 """
 
 import ast

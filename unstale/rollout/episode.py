@@ -212,8 +212,8 @@ class Rollout:
         that is a context manager.
         """
         self.quarantined: set[str] = set()
-        """Identities (names that repetitions share) of tasks on which an episode failed in every
-        attempt. They get no further episodes.
+        """Identities of tasks on which an episode failed in every attempt. An identity is a name
+        that all repetitions of a task share. These tasks get no further episodes.
         """
         self._num_episodes = 0
         self._failures = FailureLimit(config.max_failed_share)

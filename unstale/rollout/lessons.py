@@ -71,7 +71,8 @@ class Lessons:
         return Lesson(self._teacher(task, data), tokens=self._encoded(task, data))
 
     def with_text(self, task: Task, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return a prompt's tokens, with the teacher's text of this task before the last end token.
+        """Return a prompt's tokens. The text that only the teacher reads is inserted before the
+        last end token.
 
         Raises `ConfigError` if the prompt has no end token.
         """
@@ -146,11 +147,11 @@ def _field(data: Mapping[str, Any], name: str, task: Task, option: str) -> Any:
 
 
 def build_lessons(config: RunConfig, taskset: Taskset, chat: Chat) -> Lessons | None:
-    """Return the function that adds to a batch, for each sequence, its teacher and the teacher's
-    text.
+    """Return the function that adds to a batch, for each sequence, its teacher and the text that
+    only this teacher reads.
 
-    Return None if the run has one teacher at most and this teacher reads no further text. Raises
-    `ConfigError` if the first task has no teacher, or lacks a field.
+    Return None if the run has one teacher at most and this teacher reads no such text. Raises
+    `ConfigError` if the first task has no teacher, or lacks a field that the text needs.
     """
     options = config.technique_options.get("distil")
     if not isinstance(options, DistilConfig) or not options.has_lessons:

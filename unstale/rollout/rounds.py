@@ -132,7 +132,10 @@ class Looks:
                 raise Pruned
 
     async def repeat(self, record: EpisodeRecord) -> None:
-        """Pass the recorded decisions about an episode that ended before a resume."""
+        """Wait at each place that an episode reached before a resume, without running it.
+
+        `record` is the journal's record of it. So the rounds of its group are repeated.
+        """
         end = record.outcome
         is_pruned = isinstance(end, Trajectory) and end.stop == "pruned"
         pieces = end.pieces if isinstance(end, Trajectory) else record.pieces

@@ -380,8 +380,9 @@ class LookPlan:
     first: int
     """Number of tokens of a reply before its first place of decision, at least 1."""
     every: int = 0
-    """Number of tokens between two places of decision in a reply. Its end is one, too. 0: a reply
-    has only one place, at `first` or at its earlier end.
+    """Number of tokens between two places of decision in a reply. The end of the reply is a place
+    of decision, too. 0: a reply has only one, after `first` tokens or at the end of a shorter
+    reply.
     """
 
 
@@ -712,7 +713,7 @@ class Outcome:
     success_turns: tuple[int, ...] = ()
     """The number of turns of each successful episode."""
     turn_limit: int = 0
-    """The limit of turns of the group's episodes; 0 if they had only `rollout.max_turns`."""
+    """The limit of turns of the group's episodes. 0 if only `rollout.max_turns` limited them."""
     cut_off: int = 0
     """Number of finished episodes that a limit of turns, calls or tokens ended."""
     budget: EpisodeBudget = NO_BUDGET

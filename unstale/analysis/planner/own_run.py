@@ -1,8 +1,9 @@
 """Compare a recorded run with a simulation of it, to decide if simulations can be trusted.
 
-Simulations of other settings are refused if that of the run's own settings deviates by more than
-`LIMIT`, gets a part of the step wrong, or names another bottleneck. They are also refused if the
-recorded steps determine the duration of the simulated work only within more than `OPEN`.
+Simulations of other settings are refused if the simulation of the run's own settings deviates from
+the recorded run by more than `LIMIT`, gets a part of the step wrong, or names another bottleneck.
+They are also refused if the recorded steps leave the duration of a part of the step too uncertain
+(`OPEN`).
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -129,7 +129,9 @@ class StudyResults:
     num_settings: int
     """Number of settings that the study defines."""
     num_planned: int
-    """Number of planned differences, including those of settings that have not been run."""
+    """Number of differences from the reference that the study planned to test, including those of
+    settings that have not been run. Intervals and p-values are corrected for this number.
+    """
     differences: tuple[Difference, ...]
     commands: tuple[str, ...]
 
@@ -220,7 +222,8 @@ def _difference(
 ) -> Difference:
     """Return the difference of `arm` (a configuration) from the reference, after equal training.
 
-    `num_planned` is the number of planned differences, or 0 if this one is not planned.
+    `num_planned` is the number of differences that the study planned to test, or 0 if this is none
+    of them.
     """
     comparison = setting.comparison
     budget = None if measure == "steps" else comparison.budget(measure)

@@ -203,8 +203,8 @@ class Domain:
         return Scenario(self, level, desk, customer, requests, random.getrandbits(32))
 
     def steps(self, scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-        """Return the expert's steps after reading the case: kinds of facts to ask for, and tool
-        calls.
+        """Return the steps that the expert takes once it has read the case: kinds of facts to ask
+        for, and tool calls.
 
         `ignores` returns True for the rules that the expert breaks.
         """

@@ -1,11 +1,12 @@
 """`flawed_success_penalty`: a lower reward for successes in which a judge has found an error.
 
-A success whose fact `fact` is at least 0.5 gets `penalty` less. The environment reports the fact;
-`unstale.rewards.judge.find_flaw` asks a language model for the fact, about successes only. While
-failures are common, a flawed success still has a reward above its group's mean, so it is
-reinforced. When most episodes are clean successes, its reward is below the mean. From FAPO (arXiv
-2510.22543), where a success has reward 1, a failure -1 and a flawed success 0. With rewards of 0
-and 1, the penalty 0.5 gives the same advantages, if they are divided by the standard deviation.
+A success gets `penalty` less if the fact that the option `fact` names is at least 0.5. The
+environment reports the fact. `unstale.rewards.judge.find_flaw` asks a language model for it, about
+successes only. While failures are common, a flawed success still has a reward above its group's
+mean, so it is reinforced. When most episodes are clean successes, its reward is below the mean.
+From FAPO (arXiv 2510.22543), where a success has reward 1, a failure -1 and a flawed success 0.
+With rewards of 0 and 1, the penalty 0.5 gives the same advantages, if they are divided by the
+standard deviation.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ class RegenerateConfig(Section):
 
 
 class Regenerate:
-    """A technique that samples the most and the least successful episodes of a group again."""
+    """A technique that generates a group's episodes with the highest and lowest rewards anew, from
+    their start and without rounding, and trains only on these new episodes.
+    """
 
     def __init__(self, options: RegenerateConfig) -> None:
         """Create the technique. `options.number` must not be 0: `Entry.complete` fills it in."""
