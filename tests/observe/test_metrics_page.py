@@ -78,6 +78,8 @@ TECHNIQUES = {
     "hints/episode_share",
     "search/best_mean",
     "search/improvement_mean",
+    "search/lost",
+    "search/other_share",
     "bus/episode_share",
     "bus/success_share",
     "bus/lost",
