@@ -325,6 +325,8 @@ TOKEN_TECHNIQUES = tuple(
 
 WITHOUT_RATIO = ("opmd",)
 """Techniques whose loss does not depend on the ratio of a token."""
+REQUIRED: dict[str, dict[str, float]] = {"estr": {"tau": 100.0}}
+"""Options without a default that a run can have."""
 
 
 def planted(name: str, where: Callable[[Batch], Tensor], log_ratio: float) -> Tensor:
@@ -333,8 +335,9 @@ def planted(name: str, where: Callable[[Batch], Tensor], log_ratio: float) -> Te
     `log_ratio` is added to log pi / mu and to log pi / pi_old of some tokens.
     """
     entry = all_techniques()[name]
-    trainer = make(entry.makes(entry.options()), needs=entry.requires)
-    batch = replace(a_batch(), group=(0, 0, 0))
+    trainer = make(entry.makes(entry.options(**REQUIRED.get(name, {}))), needs=entry.requires)
+    batch = a_batch()
+    batch = replace(batch, group=(0, 0, 0), engine_entropy=torch.ones(len(batch.tokens)))
     tokens = where(batch)
     logps = trainer.old.logps
 
