@@ -43,6 +43,7 @@ from unstale.research.attempt import (
     PLAN,
     SUMMARISE,
     AttemptOptions,
+    attempt,
     attempt_all,
 )
 from unstale.research.attempt_result import PLANNED, AttemptResult
@@ -525,6 +526,15 @@ def test_attempts_without_chance_are_refused() -> None:
     config = override(RECIPES["calculator"](), {"eval.tasks": 1, "eval.temperature": 0})
     with pytest.raises(ConfigError, match=r"eval.temperature must be above 0 .* would be the same"):
         attempt_all(HeldOut.of("base", config, 2), AttemptOptions(attempts=2), console=quiet())
+
+
+def test_refused_attempts_leave_an_earlier_file_of_successes(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("earlier\n")
+    config = override(RECIPES["calculator"](), {"eval.tasks": 1, "eval.temperature": 0})
+    with pytest.raises(ConfigError, match=r"eval\.temperature must be above 0"):
+        attempt("base", config, AttemptOptions(attempts=2), collect=kept, console=quiet())
+    assert kept.read_text() == "earlier\n"
 
 
 def test_tasks_without_answers_need_a_judge() -> None:

@@ -138,7 +138,8 @@ def attempt(  # noqa: PLR0913 - options of a command
     try:
         return attempt_all(held_out, options, head=head, judge=judge, console=console)
     finally:
-        write_whole(collect, "".join(f"{row}\n" for row in taskset.rows()), durable=True)
+        if taskset.begun:  # else nothing was attempted, and an earlier file stays
+            write_whole(collect, "".join(f"{row}\n" for row in taskset.rows()), durable=True)
 
 
 def attempt_all(
