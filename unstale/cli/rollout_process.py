@@ -24,7 +24,6 @@ from unstale.envs import sandbox
 from unstale.envs.registry import build_taskset
 from unstale.isolation import IsolatedTasks, isolate
 from unstale.isolation.worker import end_with
-from unstale.kept_sets import Truncation
 from unstale.model.loading import load_tokenizer
 from unstale.rollout.generator import Generator
 from unstale.rollout.processes.wire import (
@@ -120,7 +119,6 @@ def _make_engine(config: RunConfig, sizes: ModelSizes, url: str) -> SharedServer
         url=url,
         dtype=cast(Dtype, options.dtype),
         quantise=options.quantise,
-        truncation=Truncation(options.top_p, options.top_k, options.min_p),
         max_context=options.max_context,
         keep_cache=options.keep_cache,
         record_experts=config.trainer.routing_replay,

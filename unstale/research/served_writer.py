@@ -1,6 +1,7 @@
 """Models that write texts, and the client of one that is served."""
 
 import asyncio
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,8 +25,8 @@ class Writer(Protocol):
 class ServedWriter:
     """A writer behind an endpoint of the OpenAI API, such as that of `unstale serve`."""
 
-    def __init__(self, url: str, model: str, key: str) -> None:
-        self._http = Http(url, key=key)
+    def __init__(self, url: str, model: str) -> None:
+        self._http = Http(url, key=os.environ.get(KEY, ""))
         self._model = model
         self._places = asyncio.Semaphore(CALLS)
         self._has_answered = False
@@ -33,15 +34,16 @@ class ServedWriter:
     async def reply(self, messages: Sequence[Message], seed: int) -> str:
         """Return the model's reply. Raises OSError if the endpoint gives none in time."""
         async with self._places:
-            for left in reversed(range(TRIES)):
+            tries = 0
+            while True:
                 try:
                     return await self._reply(messages, seed)
                 except OSError as error:
-                    if not left or not self._has_answered:
+                    tries += 1
+                    if tries == TRIES or not self._has_answered:
                         what = str(error) or f"no answer within {CALL_S:g} s"
                         raise OSError(f"{self._http.url}: {what}") from error
-                    await asyncio.sleep(1)
-        raise AssertionError("unreachable")
+                await asyncio.sleep(1)
 
     async def _reply(self, messages: Sequence[Message], seed: int) -> str:
         sent = [{"role": each.role, "content": each.content} for each in messages]
@@ -52,4 +54,4 @@ class ServedWriter:
             case {"choices": [{"message": {"content": str(text)}}, *_]}:
                 self._has_answered = True
                 return text.rpartition("</think>")[2]
-        raise OSError(f"{self._http.url} returned no chat completion: {str(completion)[:200]}")
+        raise OSError(f"no chat completion, but {str(completion)[:200]}")

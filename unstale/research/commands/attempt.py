@@ -1,7 +1,6 @@
 """The command `attempt`: attempt tasks several times, and choose one of the attempts."""
 
 import argparse
-import os
 from pathlib import Path
 
 from unstale.cli.preflight import quick_imports
@@ -28,13 +27,11 @@ def _attempt(chosen: argparse.Namespace) -> int:
     config = configure_trained(chosen)
     with quick_imports():
         from unstale.research.attempt import AttemptOptions, attempt
-        from unstale.research.served_writer import KEY, ServedWriter
+        from unstale.research.served_writer import ServedWriter
 
     if bool(chosen.judge) != bool(chosen.judge_model) or (chosen.judge and not chosen.votes):
         raise ConfigError("--judge and --judge-model name a judge together, and need --votes")
-    judge = None
-    if chosen.judge:
-        judge = ServedWriter(chosen.judge, chosen.judge_model, os.environ.get(KEY, ""))
+    judge = ServedWriter(chosen.judge, chosen.judge_model) if chosen.judge else None
     result = attempt(
         chosen.trained,
         config,

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,7 +65,7 @@ def _make(chosen: argparse.Namespace, config: RunConfig) -> list[dict[str, objec
     from unstale.cli.process import limit_threads
     from unstale.cli.trained import policy_folder
     from unstale.observe.live import LiveDisplay
-    from unstale.research.served_writer import KEY, ServedWriter, Writer
+    from unstale.research.served_writer import ServedWriter, Writer
     from unstale.research.synthesize import (
         Plan,
         Synthesis,
@@ -89,7 +88,7 @@ def _make(chosen: argparse.Namespace, config: RunConfig) -> list[dict[str, objec
             own = PolicyWriter(running)
             writer: Writer = own
             if chosen.url:
-                writer = ServedWriter(chosen.url, chosen.url_model, os.environ.get(KEY, ""))
+                writer = ServedWriter(chosen.url, chosen.url_model)
             with LiveDisplay(config, console=console_of(chosen)) as display:
                 progress: Callable[..., None] = display.phase
                 work = Synthesis(

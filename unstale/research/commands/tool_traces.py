@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import os
 from pathlib import Path
 
 from unstale.cli.recipe_options import print_json
@@ -16,7 +15,7 @@ def _tool_traces(chosen: argparse.Namespace) -> int:
     from unstale.durability.run_folder import write_whole
     from unstale.envs import sandbox
     from unstale.envs.rows import load_rows
-    from unstale.research.served_writer import KEY, ServedWriter
+    from unstale.research.served_writer import ServedWriter
     from unstale.research.tool_traces import TOOLS, traces
 
     if bool(chosen.url) != bool(chosen.url_model) or (chosen.url and chosen.tool != "python"):
@@ -26,9 +25,7 @@ def _tool_traces(chosen: argparse.Namespace) -> int:
         )
     if chosen.tool == "python":
         sandbox.check_allowed()
-    writer = None
-    if chosen.url:
-        writer = ServedWriter(chosen.url, chosen.url_model, os.environ.get(KEY, ""))
+    writer = ServedWriter(chosen.url, chosen.url_model) if chosen.url else None
     rows = load_rows(str(chosen.rows))
     for column in filter(None, (chosen.prompt, chosen.solution, chosen.answer)):
         if missing := next((row for row in rows if column not in row), None):

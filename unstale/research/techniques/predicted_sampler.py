@@ -272,12 +272,13 @@ def _learned_by(run: Path) -> Mapping[str, Any]:
 
     Raises `ConfigError` if it has none.
     """
-    from unstale.durability.checkpoint import CHECKPOINTS
+    from unstale.durability.checkpoint import CHECKPOINTS, Checkpoints
     from unstale.durability.checkpoint_files import CheckpointError, read_state
 
-    found = sorted((run / CHECKPOINTS).glob("step*-version*[0-9]"))
+    names = Checkpoints(run, {}).names
     try:
-        state = read_state(found[-1], "technique/predicted_sampler") if found else {}
+        folder = run / CHECKPOINTS / names[-1] if names else None
+        state = read_state(folder, "technique/predicted_sampler") if folder else {}
     except CheckpointError as error:
         raise ConfigError(f"predicted_sampler.load {run}: {error}") from error
     if "learned" not in state:
