@@ -48,7 +48,7 @@ def main() -> None:
         "each has its own. The last rows are limits that no row of the gauntlet has: the page at "
         "the earlier commit names them, and a test in tests/model shows them in the checkout.",
         "",
-        *tables.columns("model", f"at {chosen.earlier}", "in this checkout", "why it was refused, or the test"),
+        *tables.columns("model", f"at {chosen.earlier}", "in this checkout", "reason, or the test"),
     ]
     for name, (now, reason) in after.items():
         earlier, why = before.get(name, (ABSENT, ""))
