@@ -401,6 +401,7 @@ def test_open_conversations_share_a_picture_and_hold_no_file(policy: Policy) -> 
     PIL.Image.frombytes("RGB", (256, 256), Random(0).randbytes(3 << 16)).save(data, "PNG")
     body = asked(url(f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"))
     chat, siblings, answer = chat_of(policy), [], HistoryMessage(Message("assistant", "1"))
+    Conversation(chat).ask(read_chat(body, temperature=1.0).call)  # imports and caches
     tracemalloc.start()
     for _ in range(8):
         siblings.append(Conversation(chat))
