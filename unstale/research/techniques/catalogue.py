@@ -392,12 +392,13 @@ ROWS: Sequence[Row] = (
         "model; --techniques 'segments tool_bonus' has the segments, the limits that grow and the "
         "bonus; --engine.load_tokens is the routing",
     ),
-    _partly(
+    _works(
         48,
-        "ReflectDrive-2",
-        "one reward for draft and edit",
-        "--task.edit_request of dataset and synthesis: the edit is rewarded, both are trained",
-        "The edit is a second reply; edits within a text, by masked diffusion, are missing.",
+        "ReflectDrive-2, arXiv 2605.04647",
+        "changes in a draft, learned from mistakes; then one reward for draft and edit",
+        "--task.edit_request TEXT --task.edits in_place of dataset and synthesis: with unstale sft "
+        "--mistakes 2 right replies with mistakes are edited, and then only the edited draft is "
+        "rewarded, and both replies are trained. Replies replace the decoding by masked diffusion",
     ),
     _partly(
         49,
