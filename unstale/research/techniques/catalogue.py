@@ -128,16 +128,15 @@ ROWS: Sequence[Row] = (
         "--techniques baseline --baseline.centre median --baseline.scale mad "
         "--schedule.group_size 9",
     ),
-    _partly(
+    _works(
         11,
         "DART",
-        "decoupled modules, varying counts, entropy steps",
+        "decoupled modules, varying counts, entropy steps, also for agents that see screenshots",
         "the recipe dart: allocate has varying counts, limits the lengths, replay stored "
         "successes, top_turns the steps of high entropy, and the ratio is truncated; --techniques "
-        "'allocate limits bus top_turns' --bus.load RUN --bus.when failed --objective.placed "
-        "anchor has successes collected before the run instead of stored ones",
-        "Successes from before the run cannot be used together with stored ones, and on "
-        "screenshots only a tiny model was trained.",
+        "'allocate limits bus replay top_turns' --bus.load RUN --bus.when failed "
+        "--objective.placed anchor adds successes collected before the run; a policy that reads "
+        "pictures sees screenshots",
     ),
     _works(
         12,
