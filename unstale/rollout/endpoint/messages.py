@@ -144,13 +144,13 @@ def _read_message(
     """
     if not isinstance(record, dict):
         raise Refused(f"{path} is not an object", param=path)
-    role: Any = record.get("role")
+    role = record.get("role")
     if not isinstance(role, str) or role not in TURNS:
         raise Refused(f"{path}.role must be {', '.join(TURNS)}", param=f"{path}.role")
     require(record, TURNS[role], path)
     blocks = record["content"]
     if isinstance(blocks, str):
-        return [SentMessage(HistoryMessage(Message(role, blocks)), path)]
+        return [SentMessage(HistoryMessage(Message(record["role"], blocks)), path)]
     _require_blocks(blocks, BLOCKS[role], f"{path}.content")
     text, images = _read_content(blocks, f"{path}.content")
     if role == "assistant":
@@ -168,7 +168,8 @@ def _read_message(
         if block["type"] == "tool_result"
     ]
     if len(sent) < len(blocks):
-        sent.append(SentMessage(HistoryMessage(Message(role, text, images=images)), path))
+        shown = Message(record["role"], text, images=images)
+        sent.append(SentMessage(HistoryMessage(shown), path))
     return sent
 
 
