@@ -76,7 +76,7 @@ _MAX_REWARD, _MAX_LOGS = 1 << 16, 1 << 26
 _KILLED = 137
 _NOT_STARTED = 126
 _KILL_S = 10.0
-_AT_END = '{ cat <&3; "$1" rm -f -v $("$1" ps -aq --filter "name=$2"); } 3<&0 &'
+_AT_END = 'exec 3<&0; { cat <&3; "$1" rm -f -v $("$1" ps -aq --filter "name=$2"); } &'
 """Waits until the process that has the other end of the pipe ends, and removes its containers."""
 _CAN_LIMIT = {
     "podman": "{{.Host.CgroupControllers}}",

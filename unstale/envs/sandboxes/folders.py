@@ -1,7 +1,7 @@
 """Read task folders of Harbor and Terminal-Bench into `TerminalTask`.
 
 Harbor: `instruction.md`, `task.toml`, `environment/`, `tests/test.sh`, which writes a reward file
-(https://harborframework.com/docs/task-format). Terminal-Bench: `task.yaml`, a Dockerfile beside it,
+(https://harborframework.com/docs/tasks). Terminal-Bench: `task.yaml`, a Dockerfile beside it,
 `run-tests.sh` and `tests/` (https://harborframework.com/docs/task-difference).
 """
 
