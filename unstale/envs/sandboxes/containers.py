@@ -53,6 +53,8 @@ _FOLDER = tempfile.gettempdir()
 """Folder in which they run, since podman can write a file there if memory is short."""
 _SECONDS = 120.0
 """Time limit of each call of podman or docker, except for builds, commands and tests."""
+_REMOVAL_S = 600.0
+"""Time limit of a removal. One that is killed leaves volumes, and many files take long."""
 _PROCESSES = 128
 _SYSTEM = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "logs", "nix", "proc"}
 _SYSTEM |= {"run", "sbin", "sys", "tests", "usr", "var"}
@@ -287,7 +289,8 @@ class ContainerSandbox:
 
     def _remove_all(self) -> None:
         for name in (self._tests, self._agent):
-            self._try("rm", "-f", "-v", name)
+            with suppress(EnvError):  # none of this name
+                self._call("rm", "-f", "-v", name, seconds=_REMOVAL_S)
 
 
 def _call(program: str, *words: str, sent: bytes = b"", seconds: float = _SECONDS) -> bytes:
