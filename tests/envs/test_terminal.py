@@ -24,7 +24,7 @@ from unstale.envs import EnvError, Message, ToolCall, Turn
 from unstale.envs.registry import build_taskset
 from unstale.envs.sandboxes.folders import read_folder, read_task
 from unstale.envs.sandboxes.namespaces import NamespaceRuntime
-from unstale.envs.sandboxes.runtime import CommandResult, File, TerminalTask, Verdict
+from unstale.envs.sandboxes.runtime import CommandResult, File, Runtime, TerminalTask, Verdict
 from unstale.envs.terminal import Commands, TerminalEnv, TerminalTasks
 from unstale.testing import check_env
 
@@ -51,12 +51,16 @@ def task(**changes: object) -> TerminalTask:
 
 
 def play(
-    each: TerminalTask, *commands: str, seconds: float = 5.0, run: Any = asyncio.run
+    each: TerminalTask,
+    *commands: str,
+    seconds: float = 5.0,
+    run: Any = asyncio.run,
+    runtime: Runtime | None = None,
 ) -> tuple[list[str], Turn]:
     """Run an episode. Return what the agent reads, and the last turn."""
 
     async def episode() -> tuple[list[str], Turn]:
-        env = TerminalEnv(each, NamespaceRuntime(storage_mb=32), Commands(seconds, 4))
+        env = TerminalEnv(each, runtime or NamespaceRuntime(storage_mb=32), Commands(seconds, 4))
         try:
             await env.begin()
             read = []
@@ -384,6 +388,29 @@ def test_harbor_folder(tmp_path: Path) -> None:
     assert play(each, solve)[1].rewards["reward"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ("", (False, False)),
+        ("[environment]\nallow_internet = true\n", (True, True)),
+        ("[environment]\nnetwork_mode='public'\n[agent]\nnetwork_mode='no-network'", (False, True)),
+        ("[verifier]\nnetwork_mode = 'public'\n", (False, True)),
+    ],
+)
+def test_network_is_what_the_task_allows_in_each_phase(
+    tmp_path: Path, text: str, allowed: tuple[bool, bool]
+) -> None:
+    each = read_task(harbor(tmp_path / "one", **{"task.toml": text}))
+    assert (each.agent_network, each.test_network) == allowed
+
+
+def test_workdir_of_the_task_takes_the_place_of_the_dockerfiles(tmp_path: Path) -> None:
+    text = "[environment]\nworkdir = '/srv/here'\nmemory = '1G'\ncpus = 2\n"
+    each = read_task(harbor(tmp_path / "one", **{"task.toml": text}))
+    assert (each.memory_mb, each.cpus) == (1024, 2.0)
+    assert play(each, "pwd")[0] == ["/srv/here"]
+
+
 def test_terminal_bench_folder(tmp_path: Path) -> None:
     yaml = "instruction: |-\n  Write it.\nparser_name: pytest\nmax_agent_timeout_sec: 90.0\n"
     for name, text in {
@@ -420,6 +447,8 @@ def test_terminal_bench_folder(tmp_path: Path) -> None:
         ({"task.toml": "[environment]\ngpus = 1\n"}, "gpus is not supported"),
         ({"task.toml": "[[steps]]\nname = 'a'\n"}, "steps is not supported"),
         ({"task.toml": "[agent]\nuser = 'me'\n"}, "agent.user must be root"),
+        ({"task.toml": "[agent]\nnetwork_mode = 'allowlist'\n"}, "public or no-network: allowlist"),
+        ({"task.toml": "[verifier]\nenvironment_mode = 'separate'\n"}, "environment_mode must be"),
         ({"task.toml": "[verifier.env]\nKEY = '${KEY}'\n"}, "KEY is a variable of the host"),
         ({"task.toml": "version = "}, "cannot be read"),
     ],
@@ -429,7 +458,7 @@ def test_what_a_sandbox_cannot_give_is_refused_by_name(
 ) -> None:
     harbor(tmp_path / "train/one", **files)
     with pytest.raises(ConfigError, match=says):
-        build_taskset(make_task(f"terminal:{tmp_path}/train"))
+        build_taskset(make_task(f"terminal:{tmp_path}/train", runtime="namespaces"))
 
 
 def test_failed_command_of_the_dockerfile_is_shown() -> None:

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from unstale.config import ConfigError, TaskConfig
 from unstale.config.checks import Positive, PositiveInt
 from unstale.config.tasks import EnvSpec
 from unstale.envs import EnvError, ListedTasks, Message, Turn, read_rewards, tool_schema
 from unstale.envs.question import ToolRunner
+from unstale.envs.sandboxes.containers import ContainerRuntime
 from unstale.envs.sandboxes.folders import read_folder
 from unstale.envs.sandboxes.namespaces import NamespaceRuntime, readable_folders
 from unstale.envs.sandboxes.runtime import (
@@ -45,6 +46,10 @@ class TerminalConfig(TaskConfig):
     """`terminal:` and the folder that has the folders of the training tasks."""
     held_out_folder: str = ""
     """Folder that has the folders of the held-out tasks. Empty means that there are none."""
+    runtime: Literal["auto", "namespaces", "podman", "docker"] = "auto"
+    """What makes the sandboxes. `auto` takes kernel namespaces for each task whose Dockerfile needs
+    no image, and containers of podman or docker for the others.
+    """
     host_programs: bool = False
     """Let the programs of this machine stand in for the image that a Dockerfile's FROM names."""
     command_s: Positive = 30.0
@@ -52,7 +57,9 @@ class TerminalConfig(TaskConfig):
     output_kb: PositiveInt = 4
     """Size in kB from which on the output of a command is cut off."""
     storage_mb: PositiveInt = 256
-    """Largest size in MB of the files of a sandbox, which are in memory. A task can have less."""
+    """Largest size in MB of the files of a sandbox, which are in memory. In a container: of each
+    file, on disk. A task can have less.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,31 @@ class Commands:
 
     seconds: float = 30.0
     output_kb: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AutoRuntime:
+    """Makes sandboxes in namespaces for tasks that need no image, and in containers for others."""
+
+    namespaces: NamespaceRuntime
+    containers: ContainerRuntime
+
+    def check(self, task: TerminalTask) -> None:
+        """Raise `ConfigError` if a task needs an image, and no container can be started."""
+        try:
+            self.namespaces.check(task)
+        except ConfigError as why:
+            try:
+                self.containers.check(task)
+            except ConfigError as error:
+                raise ConfigError(f"{why}. In its place, {error}") from None
+
+    async def start(self, task: TerminalTask) -> Sandbox:
+        try:
+            self.namespaces.check(task)
+        except ConfigError:
+            return await self.containers.start(task)
+        return await self.namespaces.start(task)
 
 
 class TerminalTasks(ListedTasks):
@@ -197,10 +229,19 @@ def _make(options: TerminalConfig) -> TerminalTasks:
                 f"{folder} is in {hiding[0]}, which agents can read, so its tests would not be "
                 "hidden: move it to another folder"
             )
-    runtime = NamespaceRuntime(options.host_programs, options.storage_mb)
+    runtime = _runtime(options)
     train, held_out = (read_folder(Path(folder)) if folder else [] for folder in folders)
     commands = Commands(options.command_s, options.output_kb)
     return TerminalTasks("terminal", train, held_out, runtime=runtime, commands=commands)
+
+
+def _runtime(options: TerminalConfig) -> Runtime:
+    namespaces = NamespaceRuntime(options.host_programs, options.storage_mb)
+    if options.runtime == "namespaces":
+        return namespaces
+    if options.runtime == "auto":
+        return AutoRuntime(namespaces, ContainerRuntime("", options.storage_mb))
+    return ContainerRuntime(options.runtime, options.storage_mb)
 
 
 ENV = EnvSpec("terminal", _make, TerminalConfig, takes_source=True)

@@ -1,7 +1,7 @@
 """Read task folders of Harbor and Terminal-Bench into `TerminalTask`.
 
 Harbor: `instruction.md`, `task.toml`, `environment/`, `tests/test.sh`, which writes a reward file
-(https://harborframework.com/docs/task-format). Terminal-Bench: `task.yaml`, a Dockerfile beside it,
+(https://harborframework.com/docs/tasks). Terminal-Bench: `task.yaml`, a Dockerfile beside it,
 `run-tests.sh` and `tests/` (https://harborframework.com/docs/task-difference).
 """
 
@@ -15,6 +15,7 @@ from unstale.envs.sandboxes.runtime import File, Files, TerminalTask
 
 _NO_PART = {
     "environment": ("gpus", "tpu", "mcp_servers", "healthcheck"),
+    "verifier": ("environment", "collect"),
     "": ("steps",),
 }
 """Section of task.toml -> keys that no sandbox here supports."""
@@ -57,13 +58,15 @@ def _read_harbor(folder: Path) -> TerminalTask:
     config = tomllib.loads((folder / "task.toml").read_text("utf-8"))
     environment: Mapping[str, Any] = config.get("environment", {})
     for section, keys in _NO_PART.items():
-        given = environment if section else config
+        given = config.get(section, {}) if section else config
         for key in keys:
             if given.get(key):
                 raise ConfigError(f"{folder}/task.toml: {key} is not supported")
     for part in ("agent", "verifier"):
         if config.get(part, {}).get("user", "root") not in ("root", 0, "0"):
             raise ConfigError(f"{folder}/task.toml: {part}.user must be root")
+    if config.get("verifier", {}).get("environment_mode", "shared") != "shared":
+        raise ConfigError(f"{folder}/task.toml: verifier.environment_mode must be shared")
     context = _files(folder / "environment")
     tests = _files(folder / "tests")
     if "test.sh" not in tests:
@@ -82,6 +85,11 @@ def _read_harbor(folder: Path) -> TerminalTask:
         test_timeout_s=float(config.get("verifier", {}).get("timeout_sec", 600.0)),
         build_timeout_s=float(environment.get("build_timeout_sec", 600.0)),
         storage_mb=_megabytes(environment.get("storage_mb", environment.get("storage", 10_240))),
+        memory_mb=_megabytes(environment.get("memory_mb", environment.get("memory", 2048))),
+        cpus=float(environment.get("cpus", 1)),
+        agent_network=_network(folder, config, "agent"),
+        test_network=_network(folder, config, "verifier"),
+        workdir=environment.get("workdir", ""),
         image=environment.get("docker_image", ""),
     )
 
@@ -116,6 +124,7 @@ def _read_terminal_bench(folder: Path) -> TerminalTask:
         exit_code_decides=True,
         agent_timeout_s=float(config.get("max_agent_timeout_sec", 360.0)),
         test_timeout_s=float(config.get("max_test_timeout_sec", 60.0)),
+        test_network=True,  # most of these tests install pytest first
     )
 
 
@@ -151,6 +160,17 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _file(path: Path) -> File:
     return File(path.read_bytes(), executable=bool(path.stat().st_mode & 0o100))
+
+
+def _network(folder: Path, config: Mapping[str, Any], phase: str) -> bool:
+    """Return True if the task allows the network in a phase, `agent` or `verifier`."""
+    environment = config.get("environment", {})
+    given = "public" if environment.get("allow_internet") else "no-network"
+    mode = environment.get("network_mode", given)
+    mode = config.get(phase, {}).get("network_mode", mode)
+    if mode not in ("public", "no-network"):
+        raise ConfigError(f"{folder}/task.toml: network_mode must be public or no-network: {mode}")
+    return bool(mode == "public")
 
 
 def _variables(folder: Path, given: Mapping[str, Any]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 _SANDBOXED: Any = ModuleType("sandboxed")
 """The module `sandboxed.py`, without its package, whose import would take a second."""
@@ -179,40 +179,14 @@ class Holder:
             _become(request, self._options["limits"], writing)
         os.close(writing)
         process = os.pidfd_open(child)
-        output, ended = self._watch(process, reading, request)
+        limits = (request["seconds"], request["output_kb"] << 10)
+        output, ended = watch(process, reading, *limits, self._connection)
         if not select.select([process], [], [], 0)[0]:  # its id is not used again yet
             os.killpg(child, signal.SIGKILL)
         os.close(process)
         os.close(reading)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return {"code": code if code >= 0 else 128 - code, "ended": ended, "output": output}
-
-    def _watch(self, process: int, reading: int, request: Row) -> tuple[bytes, str]:
-        """Return the start of a command's output when the command ends, and how it ended."""
-        os.set_blocking(reading, False)
-        poll = select.poll()
-        poll.register(process, select.POLLIN)
-        poll.register(reading, select.POLLIN)
-        poll.register(self._connection, select.POLLRDHUP)
-        deadline = time.monotonic() + request["seconds"]
-        kept, size, most = b"", 0, request["output_kb"] << 10
-        while size <= _FLOOD:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return kept, "timeout"
-            ready = {descriptor for descriptor, _ in poll.poll(left * 1000 + 1)}
-            if self._connection in ready:
-                os._exit(0)  # the run has ended
-            data: bytes | None = b"."
-            while data and size <= _FLOOD:
-                data = _read(reading)
-                kept += (data or b"")[: max(0, most - len(kept))]
-                size += len(data or b"")
-            if process in ready:
-                break
-            if data == b"" and reading in ready:
-                poll.unregister(reading)  # the command has closed its output
-        return kept, "output" if size > most else "exited"
 
     def _start_phase(self) -> None:
         """Fork the first process of a new namespace of process ids.
@@ -260,6 +234,41 @@ def _become(request: Row, limits: Mapping[str, int], output: int) -> NoReturn:
         os.write(2, f"{request['argv'][0]} was not started: {error}\n".encode())
     finally:
         os._exit(127)
+
+
+def watch(
+    process: int, reading: int, seconds: float, most: int, connection: int | None = None
+) -> tuple[bytes, Literal["exited", "timeout", "output"]]:
+    """Return the first `most` bytes of a command's output when the command ends, and how it ended.
+
+    Arguments: a descriptor of its process, the pipe of its output, and its limit in seconds. This
+    process ends if the other side of `connection` is closed.
+    """
+    os.set_blocking(reading, False)
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    poll.register(reading, select.POLLIN)
+    if connection is not None:
+        poll.register(connection, select.POLLRDHUP)
+    deadline = time.monotonic() + seconds
+    kept, size = b"", 0
+    while size <= _FLOOD:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return kept, "timeout"
+        ready = {descriptor for descriptor, _ in poll.poll(left * 1000 + 1)}
+        if connection in ready:
+            os._exit(0)  # the run has ended
+        data: bytes | None = b"."
+        while data and size <= _FLOOD:
+            data = _read(reading)
+            kept += (data or b"")[: max(0, most - len(kept))]
+            size += len(data or b"")
+        if process in ready:
+            break
+        if data == b"" and reading in ready:
+            poll.unregister(reading)  # the command has closed its output
+    return kept, "output" if size > most else "exited"
 
 
 def _read(reading: int) -> bytes | None:

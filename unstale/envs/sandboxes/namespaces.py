@@ -91,6 +91,9 @@ class NamespaceSandbox:
     def __init__(self, task: TerminalTask) -> None:
         self._task = task
         self._build = read_dockerfile(task.dockerfile, task.environment)
+        if task.workdir:
+            self._build.folder = task.workdir
+            self._build.steps.append(Copy([task.workdir]))
         self._env = {**_environment(), **task.env, **self._build.env}
         self._ours, theirs = socket.socketpair()
         self._stream = self._ours.makefile("rwb")

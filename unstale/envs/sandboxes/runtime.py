@@ -46,6 +46,13 @@ class TerminalTask:
     test_timeout_s: float = 600.0
     build_timeout_s: float = 600.0
     storage_mb: int = 10_240
+    memory_mb: int = 2048
+    cpus: float = 1.0
+    agent_network: bool = False
+    test_network: bool = False
+    """True if the agent's commands, or the tests, may use the network."""
+    workdir: str = ""
+    """Folder of commands and tests, instead of the last WORKDIR of the Dockerfile."""
     image: str = ""
     """Name of an image to use instead of the Dockerfile, if the runtime supports images."""
 
