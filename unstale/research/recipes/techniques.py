@@ -41,24 +41,19 @@ def small_group(**changes: Any) -> RunConfig:
 
 
 def long_horizon(**changes: Any) -> RunConfig:
-    """Tool agents of many turns: turns are compared, and half of the episodes trained on.
+    """Tool agents of many turns: episodes are forked before a turn, and each part has its credit.
 
-    The techniques are limits, episode_filter (clean successes) and step_groups (HGPO). Add the
-    technique reward_channels where the environment has several rewards. The desk and the model are
-    those of `retail`, whose episodes are short: replace desk and model. The techniques have not
-    been measured together, so no result is promised.
+    The techniques are tree (each episode is forked once, before reply `tree.turn`) and
+    tree_advantage (the replies before a fork are compared with other episodes, those after it with
+    each other). Set `--tree.turn` to the middle of the episodes. For comparisons of turns without
+    forks, use the technique `step_groups`. The desk and the model are those of `retail`, whose
+    episodes are short: replace desk and model.
     """
     config = retail(
         recipe="long_horizon",
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=16),
     )
-    values = {
-        "techniques": "limits episode_filter step_groups",
-        "episode_filter.rule": "clean_success",
-        "episode_filter.n": 8,
-        "step_groups.rule": "hgpo",
-    }
-    return with_changes(override(config, values), changes)
+    return with_changes(override(config, {"techniques": "tree tree_advantage"}), changes)
 
 
 def hard_tasks(**changes: Any) -> RunConfig:
