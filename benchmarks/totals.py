@@ -13,7 +13,7 @@ from benchmarks.sums import NUMBER, is_right
 from unstale.envs import Env, ListedTasks, Message, Turn
 from unstale.records import Task
 
-TASKS, HELD_OUT = 2000, 256
+TASKS, HELD_OUT = 1000, 256
 """Numbers of tasks in the list, and of its first tasks, which are held out."""
 SYSTEM = "Reply with a number and nothing else."
 
@@ -95,9 +95,14 @@ class Totals(ListedTasks):
 
 def one() -> Totals:
     """One reply: the sum of two numbers."""
-    return Totals(1, 60)
+    return Totals(1, 40)
 
 
 def four() -> Totals:
-    """Four replies: a running total of five numbers."""
-    return Totals(4, 20)
+    """Four replies: a running total of five small numbers."""
+    return Totals(4, 10)
+
+
+def hard() -> Totals:
+    """Four replies with larger numbers."""
+    return Totals(4, 15)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.totals import Totals, four, one
+from benchmarks.totals import Totals, four, hard, one
 from tests.benchmarks.test_real_study import SMALL
 from tests.support.tiny_runs import save_tiny
 from unstale.cli import main
@@ -17,7 +17,8 @@ from unstale.research import study
 from unstale.research.compare import Planned
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "studies" / "recipes.toml"
-ARMS = {"four": ("plain", "hard_tasks", "long_horizon", "turns"), "one": ("plain", "test_time")}
+ARMS = {"hard": "hard_tasks", "four": "long_horizon", "one": "test_time"}
+"""Setting -> the recipe that is compared with the plain one in it."""
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +34,15 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], P
 def test_only_test_time_trains_on_held_out_tasks(
     planned: dict[tuple[str, str], Planned],
 ) -> None:
-    assert {*planned} == {(setting, arm) for setting, arms in ARMS.items() for arm in arms}
+    assert {*planned} == {*ARMS.items(), *((setting, "plain") for setting in ARMS)}
     chosen = [place for place, run in planned.items() if run.config.selection.test_time]
     assert chosen == [("one", "test_time")]
 
 
 @pytest.mark.costly(cases=1)
-@pytest.mark.parametrize(
-    "place", [(setting, arm) for setting, arms in ARMS.items() for arm in arms[1:]]
-)
-def test_an_arm_trains(
-    place: tuple[str, str], planned: dict[tuple[str, str], Planned]
-) -> None:
-    changes = {**SMALL, "schedule.group_size": 4}
-    if place[1] == "turns":
-        changes["episode_filter.n"] = 2
+@pytest.mark.parametrize("place", ARMS.items())
+def test_an_arm_trains(place: tuple[str, str], planned: dict[tuple[str, str], Planned]) -> None:
+    changes = {**SMALL, "schedule.group_size": 4, "sft.steps": 0}
     run = train(override(planned[place].config, changes))
     assert [row["step"] for row in run.metrics if "trainer/grad_norm" in row] == [1, 2]
 
@@ -78,10 +73,8 @@ def test_the_last_total_decides_and_the_first_wrong_one_is_corrected() -> None:
 
 
 def test_no_held_out_list_is_trained_on_and_votes_are_numbers() -> None:
-    for tasks in (one(), four()):
-        train_lists, held_out = (
-            {each["numbers"] for each in part} for part in tasks.data.values()
-        )
+    for tasks in (one(), four(), hard()):
+        train_lists, held_out = ({each["numbers"] for each in part} for part in tasks.data.values())
         assert not train_lists & held_out
     (task,) = one().held_out(1)
     assert [one().answer_of(task, text) for text in ("4, so 12.", "none")] == ["12", ""]
