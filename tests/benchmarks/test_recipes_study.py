@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.totals import Totals, four, hard, one
 from tests.benchmarks.test_real_study import SMALL
-from tests.support.tiny_runs import save_tiny
 from unstale.cli import main
 from unstale.cli.session import train
 from unstale.config.options import override
@@ -23,10 +22,9 @@ ARMS = {"hard": "hard_tasks", "four": "long_horizon", "one": "test_time"}
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Planned]:
-    """Return the first run of each arm in each setting, with a tiny policy."""
+    """Return the first run of each arm in each setting, with the small policy of the package."""
     folder = tmp_path_factory.mktemp("study")
-    save_tiny(folder / "tiny")
-    words = [str(FILE), "--model", str(folder / "tiny"), "--seeds", "1"]
+    words = [str(FILE), "--model", "base", "--seeds", "1"]
     plan = study.planned(main.parse(["compare", *words, "--runs", str(folder / "runs")]))
     return {(each.folder.name, run.arm): run for each in plan.comparisons for run in each.runs}
 
