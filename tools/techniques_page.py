@@ -78,9 +78,9 @@ each changes.
 | recipe | what it does |
 |---|---|"""
 RECIPES_MEASURED = """
-Three were compared with the plain recipe on SmolLM2 at equally many sampled tokens, with three seeds
-each ([study](../benchmarks/results/recipes-study.md), written before it ran). **None is told apart
-from it**, and `test_time` loses in every seed. Success on running totals and sums, in points:
+Three were compared with the plain recipe on SmolLM2 at equally many sampled tokens, with three
+seeds each ([study](../benchmarks/results/recipes-study.md), written before it ran). **None is told
+apart from it**, and `test_time` loses in every seed. Success on running totals and sums, in points:
 
 | recipe | less the plain recipe | 95% interval |
 |---|---|---|
@@ -88,7 +88,8 @@ from it**, and `test_time` loses in every seed. Success on running totals and su
 | `long_horizon` | +2 | -57 to +60 |
 | `test_time` | -23 | -87 to +42 |
 
-![Held-out success over sampled tokens: hard_tasks ends above the plain recipe in some seeds, long_horizon crosses it, and test_time falls below it](../benchmarks/results/recipes-study.png)
+![Held-out success over tokens: hard_tasks and long_horizon cross the plain recipe, and test_time \
+is below it](../benchmarks/results/recipes-study.png)
 """
 TITLES: dict[Slot, str] = {
     "sampler": "Which task comes next",

@@ -64,8 +64,8 @@ def hard_tasks(**changes: Any) -> RunConfig:
     of the episodes of a group are first attempts. For tasks without demonstrations, use
     `--retry.rule reflect`, where the policy writes what to change. For tasks of one reply, use the
     technique `hints`. The loss imitates the right replies (`objective.placed anchor`). The desk and
-    the model are those of `retail`, whose tasks are easy: replace both. In three seeds on SmolLM2 it
-    was not told apart from the plain recipe (docs/techniques.md).
+    the model are those of `retail`, whose tasks are easy: replace both. In three seeds on SmolLM2
+    it was not told apart from the plain recipe (docs/techniques.md).
     """
     config = retail(
         recipe="hard_tasks",
