@@ -273,7 +273,7 @@ class ErringTasks(EvenTasks):
 
 OF_RECIPES: Mapping[str, Mapping[str, Any]] = {
     "small_group": {"selection.pool": 6},
-    "long_horizon": {**CONDITIONS["limits"], "episode_filter.n": 4, "schedule.group_size": 5},
+    "long_horizon": {"schedule.group_size": 4},
     "hard_tasks": {"retry.number": 1},
     "test_time": {"selection.pool": 6, "majority.least": 0.0},
     "dart": {"selection.pool": 6, "allocate.max": 6, "allocate.mean": 3.0},

@@ -3,10 +3,12 @@
 Demonstrations are episodes that the task set provides.
 """
 
+import fcntl
 import shutil
 import time
 from dataclasses import asdict, replace
 from itertools import islice
+from pathlib import Path
 
 from unstale.builders import build_chat, load_policy
 from unstale.cli.sft import RECORD, SftOptions, learn
@@ -22,18 +24,25 @@ from unstale.model.policy import Policy
 
 
 def make_start(config: RunConfig, console: Console) -> None:
-    """Write the policy of a run's supervised start, unless an earlier run with the same options
-    did.
+    """Write the policy of a run's supervised start, unless another run with the same options did.
 
-    Does nothing if the option `sft.steps` is 0. Raises `ConfigError` if the task set has no
-    demonstrations, or if a demonstration or the chat template cannot be used.
+    Waits if another process makes it. Does nothing if the option `sft.steps` is 0. Raises
+    `ConfigError` if the task set has no demonstrations, or if a demonstration or the chat template
+    cannot be used.
     """
     if not config.sft.steps:
         return
     folder = start_folder(config)
-    if (folder / RECORD).is_file():
-        console.print(f"supervised start: {folder}, made by an earlier run", highlight=False)
-        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / RECORD).is_file():
+            console.print(f"supervised start: {folder}, made by an earlier run", highlight=False)
+        else:
+            _write(config, folder, console)
+
+
+def _write(config: RunConfig, folder: Path, console: Console) -> None:
     began = time.monotonic()
     plain = _plain(config)
     policy = load_policy(plain)
