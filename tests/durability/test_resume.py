@@ -1021,6 +1021,7 @@ KNOBS = [
 
 
 @pytest.mark.parametrize("options", [(), ("--engine.top_p", "0.8")])
+@pytest.mark.costly
 def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
