@@ -21,6 +21,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from unstale.config import (
     RolloutConfig,
     TaskConfig,
 )
+from unstale.durability import virtual_clock
 from unstale.durability.journal import Journal, check
 from unstale.engines import EngineDied, SamplingParams
 from unstale.engines.scripted import ScriptedEngine
@@ -138,18 +140,29 @@ class World:
         await self.engine.load({}, version=0)
         await self.engine.resume()
 
-    def play(self, agent: Any, tasks: Sequence[Any] = SUMS, **options: Any) -> Trajectory | Failure:
+    def play(
+        self, agent: Any, tasks: Sequence[Any] = SUMS, *, run: Any = asyncio.run, **options: Any
+    ) -> Trajectory | Failure:
         async def main() -> Trajectory | Failure:
             async with self.open():
                 rollout = self.rollout(ExternalAgent(agent, tasks, name="sums", **options))
                 return await rollout.episode(TASK, env_seed=7, noise_seed=8)
 
-        return asyncio.run(main())
+        outcome: Trajectory | Failure = run(main())
+        return outcome
 
 
 def whole(outcome: Trajectory | Failure) -> Trajectory:
     assert isinstance(outcome, Trajectory), outcome
     return outcome
+
+
+def test_on_the_virtual_clock_an_sdk_is_connected_in_memory_and_a_process_is_refused() -> None:
+    virtual = partial(virtual_clock.run, virtual=True)
+    trajectory = whole(World().play(with_sdk, run=virtual))
+    assert (trajectory.reward, trajectory.num_turns) == (1.0, 2)
+    failure = World().play(in_a_process, run=virtual)
+    assert isinstance(failure, Failure) and failure.stage == "agent"
 
 
 @pytest.mark.parametrize("agent", [with_sdk, in_a_process])
