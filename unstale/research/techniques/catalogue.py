@@ -399,12 +399,13 @@ ROWS: Sequence[Row] = (
         "--mistakes 2 right replies with mistakes are edited, and then only the edited draft is "
         "rewarded, and both replies are trained. Replies replace the decoding by masked diffusion",
     ),
-    _partly(
+    _works(
         49,
-        "P/D-Serve",
-        "separate engines for prompts and replies",
-        "--engine.prefill_engines are groups, and a full engine's requests go to the next one",
-        "An engine cannot send its cache to another one, and the shares of both kinds are fixed.",
+        "P/D-Serve, arXiv 2408.08147",
+        "engines for prompts send caches to those for replies; their numbers follow the load",
+        "--engine.processes 4 --engine.prefill_engines 1 --engine.prefill_ratio 1 "
+        "--engine.send_cache true --engine.move_engines true; a full engine's requests go to the "
+        "next one. Caches go between processes of one machine, in one piece",
     ),
     _works(
         50,
