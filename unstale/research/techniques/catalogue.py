@@ -345,7 +345,8 @@ ROWS: Sequence[Row] = (
         "--engine.quantise fp8 --trainer.quantise fp8: both round alike, and with "
         "--engine.backend vllm the engine computes in FP8",
         "The trainer and the embedded engine round to FP8 and compute in the run's own precision, "
-        "so they are no faster.",
+        "because torch's FP8 products on a CPU are those of float32 and slower, so neither is "
+        "faster, and the trainer has no FP8 products on a GPU.",
     ),
     _works(
         42,
