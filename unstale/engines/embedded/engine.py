@@ -241,7 +241,7 @@ class EmbeddedEngine:
         return data
 
     async def take_cache(self, data: bytes | bytearray) -> None:
-        await self._command({"op": "take"}, [data])
+        await self._command({"op": "take"}, [memoryview(data)])
 
     def _is_read_in_place(self, update: Update) -> TypeGuard[Mapping[str, Tensor]]:
         """Return True if the child process reads the weights directly from the memory of the GPU.
