@@ -720,6 +720,8 @@ class EpisodeRecord:
     """Further conversations of the last attempt, such as those of sub-agents."""
     role: str = ""
     """The policy's role in this conversation. "" if the tasks have no roles."""
+    seed: int = 0
+    """Seed of the random numbers for sampling, of a further conversation."""
     fork: Fork | None = None
     """Where the episode was forked from another one. None if it has its own beginning."""
 

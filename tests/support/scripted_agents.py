@@ -9,8 +9,9 @@ from typing import Any
 
 import openai
 
+from unstale.engines.http import Http
 from unstale.envs.calculator import TOOL, calculate
-from unstale.envs.external import ExternalAgent
+from unstale.envs.external import ExternalAgent, role_url
 
 SUMS = [f"{a} + {b}" for a in range(10, 14) for b in range(20, 24)]
 SYSTEM = "Work it out with the tool, then give the number."
@@ -60,6 +61,18 @@ def in_a_process(base_url: str, task: str, seed: int, api_key: str) -> float:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return float(done.stdout)
+
+
+async def ask_as(base_url: str, api_key: str, role: str, *messages: Any) -> Any:
+    """Return the policy's answer in a role, as a message."""
+    client = Http(role_url(base_url, role), key=api_key)
+    body = {"model": "policy", "messages": messages}
+    answer = await client.call("POST", "/chat/completions", body)
+    return answer["choices"][0]["message"]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 async def patient(base_url: str, task: str, seed: int, api_key: str) -> float:

@@ -80,6 +80,7 @@ def train(model: Path, runs: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.costly
 def test_an_agent_that_sees_screenshots_has_all_parts_of_dart(tmp_path: Path) -> None:
     save_vision_model("smolvlm", tmp_path / "model", num_hidden_layers=2)
     first = train(tmp_path / "model", tmp_path / "a")
