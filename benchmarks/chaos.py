@@ -475,12 +475,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"chaos-{date.today()}")
     parser.add_argument("--out", type=Path, default=RESULTS / "chaos.md")
+    parser.add_argument("--options", default="", help="more options of the killed runs")
     chosen = parser.parse_args()
     ordinary = chosen.kills // 2 if chosen.ordinary is None else chosen.ordinary
     engine = chosen.kills // 2 if chosen.engine is None else chosen.engine
     runs, began = chosen.runs.resolve(), time.monotonic()
     shutil.rmtree(runs, ignore_errors=True)
-    retail = ("retail", *SMALL)
+    retail = ("retail", *SMALL, *shlex.split(chosen.options))
     alone = [
         *retail,
         "--deterministic",
@@ -516,6 +517,8 @@ def main() -> None:
     command = (
         f"python -m benchmarks.chaos --kills {chosen.kills} --ordinary {ordinary} --engine {engine}"
     )
+    if chosen.options:
+        command += f" --options {shlex.quote(chosen.options)} --out {chosen.out.name}"
     lines = [
         f"# Runs and engines killed, {date.today()}",
         "",

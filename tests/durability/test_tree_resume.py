@@ -79,6 +79,24 @@ def test_a_killed_deterministic_run_has_the_forks_of_an_unkilled_one(
     require_forked(tmp_path / "run")
 
 
+PLACES = [each for each in KILLS if each[0] != "prune"]
+PLACES += [("transaction", number) for number in range(30, 110, 10)]
+"""20 places at which a run is killed."""
+
+
+@pytest.mark.costly(cases=2)
+@pytest.mark.parametrize(("call", "number"), PLACES)
+def test_a_deterministic_tree_ends_equal_wherever_it_is_killed(
+    tmp_path: Path, call: str, number: int
+) -> None:
+    """Forks are equal in number, place and seed."""
+    made = forked(deterministic=True, turn=2)
+    with played(Choosing(lambda: Wandering(count()))) as toy:
+        toy.require_equal_resume(tmp_path, made, call, number)
+    assert len(PLACES) == 20
+    assert forks(tmp_path / "whole") == forks(tmp_path / "run") != []
+
+
 class Remembering(Wanders):
     """An environment that restores snapshots. The reward of a turn is the number of replies."""
 
@@ -123,14 +141,8 @@ def test_a_fork_of_an_environment_with_snapshots_keeps_the_rewards_of_its_own_tu
             assert each.turn_rewards == tuple(range(first, first + each.num_turns))
 
 
-MOMENTS = [
-    *(each for each in KILLS if each[0] != "prune"),
-    *(("transaction", number) for number in range(40, 110, 10)),
-]
-
-
 @pytest.mark.costly(cases=2)
-@pytest.mark.parametrize(("call", "number"), MOMENTS)
+@pytest.mark.parametrize(("call", "number"), PLACES)
 def test_an_ordinary_run_keeps_the_forks_of_open_groups(
     tmp_path: Path, call: str, number: int
 ) -> None:
@@ -174,7 +186,7 @@ def test_a_killed_deterministic_run_decides_about_running_episodes_as_an_unkille
 
 
 @pytest.mark.costly(cases=2)
-@pytest.mark.parametrize(("call", "number"), MOMENTS)
+@pytest.mark.parametrize(("call", "number"), PLACES)
 def test_an_ordinary_run_keeps_its_decisions_about_running_episodes(
     tmp_path: Path, call: str, number: int
 ) -> None:

@@ -338,9 +338,10 @@ def configured(engine: dict[str, Any], **options: Any) -> RunConfig:
 def test_a_run_has_the_groups_of_its_options(tmp_path: Path) -> None:
     tiny_policy().save(tmp_path)
     options = {"processes": 3, "prefill_engines": 2, "prefill_ratio": 5.0, "max_context": 512}
+    options |= {"send_cache": True, "move_engines": True}
     pool = build_engine(configured(options, model=str(tmp_path)), None)
-    assert pool.phases == Phases(2, 5.0)
-    assert supervise(pool, Recovery()).phases == Phases(2, 5.0)
+    assert pool.phases == Phases(2, 5.0, sends_cache=True, moves=True)
+    assert supervise(pool, Recovery()).phases == pool.phases
     options = {"processes": 3, "quantise": "nvfp4", "precise_engines": 1}
     pool = build_engine(configured(options, model=str(tmp_path)), None)
     assert supervise(pool, Recovery()).precise_engines == pool.precise_engines == 1
@@ -353,6 +354,18 @@ def test_a_run_has_the_groups_of_its_options(tmp_path: Path) -> None:
         ({"prefill_engines": 3, "processes": 3}, 0, "must be < 3 .* at least one must decode"),
         ({"prefill_engines": 2, "processes": 4}, 2, r"must be < 2 \(the engines of cluster.engine"),
         ({"prefill_ratio": 3.0}, 0, "prefill_ratio = 3 is read only with engine.prefill_engines"),
+        ({"send_cache": True}, 0, "send_cache = true is read only with engine.prefill_engines"),
+        ({"move_engines": True}, 0, "move_engines = true is read only with engine.prefill_engines"),
+        (
+            {"prefill_engines": 1, "send_cache": True, "backend": "vllm", "urls": "unix:a unix:b"},
+            0,
+            "send_cache needs engine.backend = embedded, got vllm",
+        ),
+        (
+            {"prefill_engines": 1, "send_cache": True},
+            2,
+            "send_cache needs cluster.engine_hosts = 0 and trainer.routing_replay = false, got 2",
+        ),
         ({"prefill_ratio": 0.0, "prefill_engines": 1}, 0, "prefill_ratio must be > 0"),
         ({"precise_engines": 1}, 0, "precise_engines = 1 needs engine.quantise other than none"),
         ({"quantise": "fp8", "precise_engines": 1}, 0, "needs more engines .* got 1"),

@@ -336,7 +336,9 @@ def build_engine(
         max_running=max_running,
         keep_cache=options.keep_cache,
         load_tokens=options.load_tokens,
-        phases=Phases(options.prefill_engines, options.prefill_ratio),
+        phases=Phases(
+            options.prefill_engines, options.prefill_ratio, options.send_cache, options.move_engines
+        ),
         precise_engines=options.precise_engines,
     )
 

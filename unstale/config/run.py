@@ -354,6 +354,12 @@ class RunConfig(Section):
                 f"engine.prefill_engines must be < {engines} (the engines of {counted}), because "
                 f"at least one must decode; got {self.engine.prefill_engines}"
             )
+        if self.engine.send_cache and (hosts or self.trainer.routing_replay):
+            raise ConfigError(
+                "engine.send_cache needs cluster.engine_hosts = 0 and trainer.routing_replay = "
+                f"false, got {hosts} and {str(self.trainer.routing_replay).lower()}: only engines "
+                "of this machine send caches, without the experts of their tokens"
+            )
         if self.engine.precise_engines and hosts:
             raise ConfigError(
                 f"engine.precise_engines must be 0 with cluster.engine_hosts, got "

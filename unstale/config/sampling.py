@@ -191,6 +191,14 @@ class EngineConfig(Section):
     """With `prefill_engines`: a request goes to a prefill engine if its context tokens that no
     decode engine has cached, divided by the expected reply tokens, are above this ratio.
     """
+    send_cache: bool = False
+    """With `prefill_engines` of the embedded backend: a prefill engine only computes the context of
+    a request, and sends the KV cache to a decode engine, which samples the reply.
+    """
+    move_engines: bool = False
+    """With `prefill_engines`: an engine changes its group when those of the other group have more
+    than twice its group's load. `prefill_engines` is then the number at the start.
+    """
     precise_engines: Count = 0
     """Number of engines (processes or servers) that do not round, with `quantise`. These are the
     last engines. They sample what the technique `regenerate` samples again, and evaluations.
@@ -216,7 +224,7 @@ class EngineConfig(Section):
         return self.processes * self.servers  # one of both is 1
 
     def applies(self, option: str) -> bool:
-        if option == "prefill_ratio":
+        if option in ("prefill_ratio", "send_cache", "move_engines"):
             return self.prefill_engines > 0
         if option == "precise_engines":
             return self.quantise != "none"
@@ -228,11 +236,7 @@ class EngineConfig(Section):
             object.__setattr__(self, "dtype", fast_dtype())
         self._check_quantise()
         self._check_precise()
-        if self.prefill_ratio != 8.0 and not self.prefill_engines:
-            raise ConfigError(
-                f"engine.prefill_ratio = {self.prefill_ratio:g} is read only with "
-                "engine.prefill_engines > 0"
-            )
+        self._check_phases()
         if self.max_running < self.num_started:
             option = "engine.processes" if self.processes > 1 else "engine.servers"
             raise ConfigError(
@@ -343,6 +347,22 @@ class EngineConfig(Section):
             raise ConfigError(
                 f"engine.dtype must be bfloat16 with engine.quantise = {self.quantise} and "
                 f"engine.backend = vllm, got {self.dtype}: vLLM quantises only bfloat16 weights"
+            )
+
+    def _check_phases(self) -> None:
+        """Raise `ConfigError` for options of groups of engines that cannot be used."""
+        given = {
+            f"prefill_ratio = {self.prefill_ratio:g}": self.prefill_ratio != 8.0,
+            "send_cache = true": self.send_cache,
+            "move_engines = true": self.move_engines,
+        }
+        for option, is_set in given.items():
+            if is_set and not self.prefill_engines:
+                raise ConfigError(f"engine.{option} is read only with engine.prefill_engines > 0")
+        if self.send_cache and self.backend != "embedded":
+            raise ConfigError(
+                "engine.send_cache needs engine.backend = embedded, got "
+                f"{self.backend}: a server sends its cache only by its own connector"
             )
 
     def _check_precise(self) -> None:

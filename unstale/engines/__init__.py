@@ -362,6 +362,19 @@ class Engine(GenerationControl, Protocol):
         """Let the engine sample again, with the weights that were loaded last."""
 
 
+class CacheEngine(Engine, Protocol):
+    """An engine that sends cached contexts to others with the same model, and receives them."""
+
+    async def send_cache(self, tokens: Sequence[int]) -> bytes | bytearray:
+        """Return the keys and values of what is cached of a context's beginning.
+
+        Raises ValueError if the engine cannot send the cache of its model.
+        """
+
+    async def take_cache(self, data: bytes | bytearray) -> None:
+        """Cache a beginning that another engine sent. One of other weights is dropped."""
+
+
 class VersionedEngine(Engine, Protocol):
     """An engine that holds LoRA adapters of several versions at once.
 

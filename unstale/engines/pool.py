@@ -5,14 +5,16 @@ in its cache. It restarts engines that die.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
 from torch import Tensor
 
 from unstale.engines import (
+    CacheEngine,
     Engine,
     EngineDied,
     Reply,
@@ -27,6 +29,7 @@ from unstale.engines.routing import (
     MAX_EXTRA_REPLIES,
     NO_PHASES,
     Candidate,
+    GroupLoads,
     Phases,
     ReplyLengths,
     choose,
@@ -139,7 +142,9 @@ class EnginePool:
 
     With `phases`, the engines are divided into a group for requests with much new context (prefill)
     and one for the others (decode). `routing.choose` chooses the group. Raises ValueError if a
-    group would be empty.
+    group would be empty. With `phases.sends_cache`, all engines must be `CacheEngine`s: a prefill
+    engine computes the context, and its first token is dropped. A decode engine receives the cached
+    context and samples the reply.
 
     The last `precise_engines` do not round, and the others do. A request is sent to the kind of
     engine that it asks for (`SamplingParams.precise`).
@@ -198,6 +203,7 @@ class EnginePool:
         self._reported_restarts = 0
         self._deaths = 0
         self._lengths = ReplyLengths()
+        self._loads = GroupLoads()
         self._routed = dict.fromkeys(_ROUTED, 0.0)
         self._error: BaseException = EngineDied("the engines are not started: await start() first")
         """The error to raise when no engine works and none is being restarted."""
@@ -209,7 +215,8 @@ class EnginePool:
         self._running = False
         self._deaths = 0
         self._reported_restarts = self._restarts
-        for member in self._members:
+        for number, member in enumerate(self._members):
+            member.prefills = number < self.phases.prefill_engines
             member.up = not self.patience_s
             member.cached = CachedPrefixes()
             member.version, member.num_restarts = -1, 0
@@ -232,30 +239,78 @@ class EnginePool:
                 member = self._route_by_phase(blocks, len(tokens), params)
             else:
                 member = self._route(blocks, self._working(kind))
-            generation = member.generation
-            member.num_running += 1
-            member.load += weight
-            # set before the wait, so that siblings are sent to this engine, too
-            member.cached.add(blocks)
-            try:
-                await self._provide(member, params.version)
-                reply = await member.engine.sample(tokens, params)
-            except EngineDied as died:
-                if starts != self._starts:
-                    raise
-                self._lose(member, generation, died)
-            else:
+            hands_over = self.phases.sends_cache and member.prefills and params.max_tokens > 1
+            asked = replace(params, max_tokens=1) if hands_over else params
+            with self._counted(member, weight):
+                # set before the wait, so that siblings are sent to this engine, too
+                member.cached.add(blocks)
+                reply = await self._ask(member, tokens, asked, starts)
+            if hands_over and reply and reply.stop == "length":
+                decoding = [each for each in self._up if not each.prefills]
+                target = self._route(blocks, decoding or [member])
+                with self._counted(target, weight):
+                    target.cached.add(blocks)
+                    reply = None
+                    if await self._hand_over(member, target, tokens, starts):
+                        reply = await self._ask(target, tokens, params, starts)
+                member = target
+            if reply:
                 if len(self._members) > 1:
                     member.cached.add(add_blocks(tokens, reply.piece.tokens, blocks))
                 if _is_complete(reply, params):
                     self._lengths.add(params.sampled + len(reply.piece.tokens))
                 return reply
-            finally:
-                member.num_running -= 1
-                member.load -= weight
             await self._wait_until_up()
             if self._version >= 0:
                 return Reply(Sampled((), (), self._version), "interrupted")
+
+    @contextmanager
+    def _counted(self, member: _Member, weight: int) -> Iterator[None]:
+        """Count a request of load `weight` as one of the engine's."""
+        member.num_running += 1
+        member.load += weight
+        try:
+            yield
+        finally:
+            member.num_running -= 1
+            member.load -= weight
+
+    async def _ask(
+        self, member: _Member, tokens: Sequence[int], params: SamplingParams, starts: int
+    ) -> Reply | None:
+        """Return the reply of an engine, None if the engine died.
+
+        Raises `EngineDied` if the pool was started again since the caller read `starts`.
+        """
+        generation = member.generation
+        try:
+            await self._provide(member, params.version)
+            return await member.engine.sample(tokens, params)
+        except EngineDied as died:
+            if starts != self._starts:
+                raise
+            self._lose(member, generation, died)
+            return None
+
+    async def _hand_over(
+        self, source: _Member, target: _Member, tokens: Sequence[int], starts: int
+    ) -> bool:
+        """Send the cache of a context from one engine to another (P/D-Serve).
+
+        If `source` dies, `target` computes the context itself. Return False if sampling was
+        interrupted meanwhile. Raises `EngineDied` as `_ask`.
+        """
+        version, member = self._version, source
+        generation = member.generation
+        try:
+            data = await cast(CacheEngine, source.engine).send_cache(tokens)
+            member, generation = target, target.generation
+            await cast(CacheEngine, target.engine).take_cache(data)
+        except EngineDied as died:
+            if starts != self._starts:
+                raise
+            self._lose(member, generation, died)
+        return self._running and version == self._version
 
     def report_death(self, engine: Engine, died: EngineDied) -> None:
         """Restart `engine`, whose death another component noticed. The error `died` gives the
@@ -378,6 +433,7 @@ class EnginePool:
                 totals[name] = totals.get(name, 0.0) + sum(values)
         if self.phases.prefill_engines:
             totals |= self._routed | _busy_shares(members, counters)
+            totals["prefill_engines"] = float(sum(member.prefills for member in self._members))
             self._routed = dict.fromkeys(_ROUTED, 0.0)
         return totals | self._by_engine(dict(zip(map(id, members), counters, strict=True)))
 
@@ -444,6 +500,10 @@ class EnginePool:
         )
         self._routed["rejects"] += choice.rejects
         self._routed["prefill_requests" if choice.is_prefill else "decode_requests"] += 1
+        group = self._loads.add(candidates) if self.phases.moves else None
+        others = [member for member in members if member.prefills != group]
+        if group is not None and len(others) > 1:
+            min(others, key=lambda member: member.load).prefills = group
         return members[choice.index]
 
     def _set_version(self, version: int) -> None:

@@ -8,6 +8,7 @@ The pool of a run and the planner's simulated pool use the same functions.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 MAX_EXTRA_REPLIES = 8
 """The load that an engine may have beyond the least loaded engine and still be chosen for its
@@ -22,6 +23,8 @@ FOREIGN_TOKENS = MAX_EXTRA_REPLIES * CACHED_TOKENS_PER_REPLY
 of its context tokens than the best engine of its own group. They make up for `MAX_EXTRA_REPLIES`
 replies.
 """
+_WINDOW = 64
+"""Number of requests whose loads are compared before an engine may change its group."""
 _KEPT = 50
 """Number of the last reply lengths from which the expected length is computed. With more, it would
 follow a change too late.
@@ -52,6 +55,11 @@ class Phases:
     """A request belongs to the prefill group if it has more than this many new context tokens for
     each expected token of its reply.
     """
+
+    sends_cache: bool = False
+    """True if a prefill engine only computes the context, and sends it to a decode engine."""
+    moves: bool = False
+    """True if an engine changes its group when the other group has much more load."""
 
     def is_prefill(self, new_tokens: int, reply_tokens: float) -> bool:
         """Return True if a request belongs to the prefill group.
@@ -153,6 +161,33 @@ def _choose_in(
         if candidates[index].is_free:
             return Choice(index, True, rejects, is_prefill)
     return Choice(order[0], False, len(order), is_prefill)
+
+
+class GroupLoads:
+    """The loads of both groups at the last requests, to divide the engines anew (P/D-Serve).
+
+    The load of a group is proportional to the time that requests spend there. So the groups take
+    equally many requests if the mean loads of their engines are equal.
+    """
+
+    def __init__(self) -> None:
+        self._loads: list[tuple[float, float]] = []
+
+    def add(self, candidates: Sequence[Candidate]) -> bool | None:
+        """Add the loads at a request.
+
+        Return the group that should get an engine of the other, True for prefill. None if the mean
+        load of its engines is not over twice that of the other's, plus 1.
+        """
+        groups = [[each.load for each in candidates if each.prefills == k] for k in (False, True)]
+        self._loads.append((fmean(groups[0] or [0]), fmean(groups[1] or [0])))
+        if len(self._loads) < _WINDOW:
+            return None
+        decode, prefill = (fmean(loads) for loads in zip(*self._loads, strict=True))
+        self._loads = []
+        if prefill > 2 * decode + 1:
+            return True
+        return False if decode > 2 * prefill + 1 else None
 
 
 class ReplyLengths:

@@ -26,6 +26,7 @@ from unstale.routed_experts import pack_experts
 from unstale.signals import Signals
 
 if TYPE_CHECKING:
+    from unstale.engines.embedded.pages import PagedCache
     from unstale.routed_experts import Experts
 
 MAX_CHUNK_TOKENS = 512
@@ -215,6 +216,50 @@ class Batcher:
         kept = {*versions, self.version, *of_queue, *self._versions[[*self._active]].tolist()}
         self.runner.adapters.keep(kept)
         self._free(np.flatnonzero(~np.isin(self._versions, [*kept])).tolist())
+
+    def send_cache(self, tokens: NDArray[np.int32]) -> dict[str, Tensor]:
+        """Return the longest cached beginning of a context, for `take_cache` of another engine.
+
+        Raises ValueError if the runner does not keep keys and values in pages.
+        """
+        cache = self._paged()
+        cached = np.minimum(_common_prefix(self._tokens, tokens), self._cached)
+        slot = int(cached.argmax())
+        count = int(cached[slot])
+        version = int(self._versions[slot]) if self.runner.adapters else self.version
+        about = torch.tensor([version, min(int(self._older[slot]), count)])
+        own = {"about": about, "tokens": torch.from_numpy(self._tokens[slot, :count].copy())}
+        return cache.read(slot, count) | own
+
+    def take_cache(self, sent: Mapping[str, Tensor]) -> None:
+        """Keep the beginning of a context that another engine computed, for later requests.
+
+        It is dropped if it is of another version, if as much is cached, or if no slot is idle.
+        """
+        cache, tokens = self._paged(), sent["tokens"].numpy()
+        version, older = sent["about"].tolist()
+        known = np.minimum(_common_prefix(self._tokens, tokens), self._cached)
+        idle = np.ones(len(self._length), dtype=np.bool_)
+        idle[list(self._active)] = False
+        of_others = self.runner.adapters is None and version != self.version
+        if of_others or known.max() >= len(tokens) or not idle.any():
+            return
+        slot = self._victim(idle)
+        cache.write(slot, len(tokens), sent)
+        self._tokens[slot] = -1
+        self._tokens[slot, : len(tokens)] = tokens
+        self._length[slot] = self._cached[slot] = len(tokens)
+        self._older[slot], self._versions[slot] = older, version
+        self._used[slot] = self._steps
+        self.counters["received_tokens"] += len(tokens)
+
+    def _paged(self) -> "PagedCache":
+        if (cache := self.runner.cache) is None or self._num_experts:
+            raise ValueError(
+                "engine.send_cache must be false: the cache of this policy cannot be sent "
+                f"({self.runner.name})"
+            )
+        return cache
 
     def _free(self, slots: Iterable[int]) -> None:
         for slot in slots:

@@ -85,7 +85,7 @@ class BitwiseRunner:
         self._kernels: Kernels = found
         self._layers: list[_Layer] = []
         shapes = [(self._sizes.kv_heads, self._sizes.width)] * self._num_layers
-        self._cache = PagedCache(shapes, max_slots, max_context, dtype=torch.float32)
+        self.cache = PagedCache(shapes, max_slots, max_context, dtype=torch.float32)
 
     def load(self, update: Mapping[str, Tensor]) -> None:
         check_update(update, self._shapes, self._tied)
@@ -128,9 +128,9 @@ class BitwiseRunner:
 
     def forward(self, step: Step) -> Tensor:
         """Return the float32 logits of a forward pass, `[R + C, V]`, as `Runner.forward` does."""
-        cells = torch.from_numpy(placed(step, self._cache.pages))
-        self._cache.reserve()
-        table = runs(step, self._cache.pages, RUN)
+        cells = torch.from_numpy(placed(step, self.cache.pages))
+        self.cache.reserve()
+        table = runs(step, self.cache.pages, RUN)
         angles = (self._angles[0][step.positions], self._angles[1][step.positions])
         eps = self._sizes.eps
         x = F.embedding(step.tokens, self._embed).float()
@@ -168,14 +168,14 @@ class BitwiseRunner:
             fused.turn_heads(part, norm, angles, width, sizes.head_eps)[0]
             for part, norm in zip(parts[:2], layer.head_norms, strict=True)
         )
-        keys, values = self._cache.keys[index], self._cache.values[index]
+        keys, values = self.cache.keys[index], self.cache.values[index]
         count = len(cells)
         value = parts[2]
         self._kernels.place(
             key, value, value.stride(0), cells, keys, values, count, kv_heads, width
         )
         mixed = torch.empty(count, heads * width)
-        pages = torch.from_numpy(self._cache.pages.of)
+        pages = torch.from_numpy(self.cache.pages.of)
         self._kernels.attend_pages(
             query,
             keys,
@@ -193,10 +193,10 @@ class BitwiseRunner:
         return mixed
 
     def keep(self, slot: int, count: int) -> None:
-        self._cache.keep(slot, count)
+        self.cache.keep(slot, count)
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
-        self._cache.copy_prefix(source, target, count)
+        self.cache.copy_prefix(source, target, count)
 
     def take_experts(self) -> Tensor:
         raise RuntimeError("a dense model has no experts")

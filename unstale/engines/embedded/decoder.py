@@ -283,7 +283,7 @@ class Qwen3Runner:
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(self._device)
         self._graphs = Graphs(self._device, self._run)
         self._parts = _parts_for(self._rotations, sizes)
-        self._cache = PagedCache(
+        self.cache = PagedCache(
             [(sizes.kv_heads, sizes.head_dim)] * sizes.layers,
             max_slots,
             max_context,
@@ -369,18 +369,18 @@ class Qwen3Runner:
         return torch.stack(self._chosen, 1)
 
     def keep(self, slot: int, count: int) -> None:
-        self._cache.keep(slot, count)
+        self.cache.keep(slot, count)
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
-        self._cache.copy_prefix(source, target, count)
+        self.cache.copy_prefix(source, target, count)
 
     def forward(self, step: Step) -> Tensor:
         if self._one_call is not None:
             return self._in_one_call(self._one_call, step)
         if self._kernels is not None:
             return self._by_kernels(self._kernels, step)
-        shape, flat = plan(step, self._cache.pages)
-        self._cache.reserve()
+        shape, flat = plan(step, self.cache.pages)
+        self.cache.reserve()
         if shape.tokens:
             return self._run(Inputs.of(flat.to(self._device), shape), shape)
         return self._graphs(flat, shape)[: len(step.rows)]
@@ -407,11 +407,11 @@ class Qwen3Runner:
 
     def _in_one_call(self, one_call: OneCall, step: Step) -> Tensor:
         """Return the logits of a forward pass on a CPU, by one call of `decoder.c`."""
-        cells = torch.from_numpy(placed(step, self._cache.pages))
-        self._cache.reserve()
-        if self._pages_given != self._cache.num_pages:
-            self._pages_given = self._cache.num_pages
-            caches = zip(self._layers, self._cache.keys, self._cache.values, strict=True)
+        cells = torch.from_numpy(placed(step, self.cache.pages))
+        self.cache.reserve()
+        if self._pages_given != self.cache.num_pages:
+            self._pages_given = self.cache.num_pages
+            caches = zip(self._layers, self.cache.keys, self.cache.values, strict=True)
             one_call.load_layers(
                 [(*layer.in_one_call(), keys, values) for layer, keys, values in caches]
             )
@@ -420,8 +420,8 @@ class Qwen3Runner:
             tokens=step.tokens,
             positions=step.positions,
             cells=cells,
-            pages=torch.from_numpy(self._cache.pages.of),
-            runs=runs(step, self._cache.pages, RUN),
+            pages=torch.from_numpy(self.cache.pages.of),
+            runs=runs(step, self.cache.pages, RUN),
             ends=torch.cat(
                 [torch.arange(len(step.rows)), torch.tensor(last_of_chunks, dtype=torch.int64)]
             ),
@@ -435,10 +435,10 @@ class Qwen3Runner:
         """
         sizes = self.sizes
         eps = sizes.eps
-        cells = torch.from_numpy(placed(step, self._cache.pages))
-        self._cache.reserve()
-        of = torch.from_numpy(self._cache.pages.of)
-        begins, counts, slots, held = runs(step, self._cache.pages, RUN)
+        cells = torch.from_numpy(placed(step, self.cache.pages))
+        self.cache.reserve()
+        of = torch.from_numpy(self.cache.pages.of)
+        begins, counts, slots, held = runs(step, self.cache.pages, RUN)
         count = len(step.tokens)
         wide = tiled(count)
         x = F.embedding(F.pad(step.tokens, (0, wide - count)), self._embed)
@@ -448,7 +448,7 @@ class Qwen3Runner:
         gated = x.new_empty(wide, sizes.inner)
         more = torch.zeros_like(x)
         self._chosen = []
-        caches = zip(self._layers, self._cache.keys, self._cache.values, strict=True)
+        caches = zip(self._layers, self.cache.keys, self.cache.values, strict=True)
         for layer, keys, values in caches:
             kernels.norm(x, more, layer.norm_1, h, wide, sizes.hidden, eps)
             qkv = self._project(h, layer.qkv)
@@ -515,7 +515,7 @@ class Qwen3Runner:
         group = sizes.heads // sizes.kv_heads
         mask = mask_later(inputs.positions[inputs.lanes], inputs.reached, group, x.dtype)
         more = None
-        pools = zip(self._cache.keys, self._cache.values, strict=True)
+        pools = zip(self.cache.keys, self.cache.values, strict=True)
         caches = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in pools]
         for layer, cache in zip(self._layers, caches, strict=True):
             h = parts.add_norm(x, more, layer.norm_1)

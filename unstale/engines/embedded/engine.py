@@ -55,6 +55,7 @@ _COUNTERS = (
     "cached_tokens",
     "reprefill_tokens",
     "reprefill_s",
+    "received_tokens",
     "busy_s",
     "idle_s",
     "steps",
@@ -234,6 +235,14 @@ class EmbeddedEngine:
         self._versions &= {*versions, self._version}
         await self._command({"op": "keep", "versions": sorted(versions)})
 
+    async def send_cache(self, tokens: Sequence[int]) -> bytearray:
+        answer = await self._command({"op": "send"}, [np.array(tokens, np.int32).tobytes()])
+        data: bytearray = answer["body"]
+        return data
+
+    async def take_cache(self, data: bytes | bytearray) -> None:
+        await self._command({"op": "take"}, [memoryview(data)])
+
     def _is_read_in_place(self, update: Update) -> TypeGuard[Mapping[str, Tensor]]:
         """Return True if the child process reads the weights directly from the memory of the GPU.
 
@@ -311,8 +320,8 @@ class EmbeddedEngine:
             raise RuntimeError(NOT_STARTED)
         return self._child
 
-    async def _command(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Send a command to the child process, and wait until the child has handled it.
+    async def _command(self, header: Header, body: Sequence[Bytes] = ()) -> Header:
+        """Send a command to the child process, and return its answer.
 
         Raises ValueError if the command fails in the child.
         """
@@ -321,7 +330,8 @@ class EmbeddedEngine:
         future = self._expect(self._answers, number)
         child.send({**header, "id": number}, body)
         child.listen(number)
-        await future
+        answer: Header = await future
+        return answer
 
     def _expect(
         self, futures: "dict[int, asyncio.Future[Any]]", number: int
@@ -354,7 +364,7 @@ class EmbeddedEngine:
             case "reply":
                 self._on_reply(header, body)
             case "done":
-                answer = ValueError(header["error"]) if header["error"] else header
+                answer = ValueError(header["error"]) if header["error"] else header | {"body": body}
                 _resolve(self._answers.pop(header["id"], None), answer)
 
     def _on_reply(self, header: Header, body: bytearray) -> None:

@@ -38,6 +38,7 @@ class TransformersRunner:
     """A `Runner` that computes a model with transformers, one sequence at a time."""
 
     adapters = None
+    cache = None
     keeps_beginnings = False
 
     def __init__(  # noqa: PLR0913 - the limits and the number formats

@@ -340,8 +340,8 @@ class PackedRunner:
             del model, self._model
             model = load_model(folder, dtype, attn_implementation="eager").eval()
             self._take(model, max_context, exact=probe)
-        self._cache = _Pages(self._layers, dtype, max_slots, max_context)
-        slow = self._cache.warning or warning_with_gpu(type(model).__name__)
+        self.cache = _Pages(self._layers, dtype, max_slots, max_context)
+        slow = self.cache.warning or warning_with_gpu(type(model).__name__)
         self.warning = ". ".join(filter(None, (slow, warning)))
         round_activations(model, quantise)
         self._recorder = ExpertRecorder(model) if record_experts else None
@@ -360,7 +360,7 @@ class PackedRunner:
             probe = Probe(model, max_context, exact)
             self._layers = self._layers or _surveyed(model, max_context)
             self._prepare(model)
-            self._cache = _Pages(self._layers, model.dtype, SLOTS, max_context)
+            self.cache = _Pages(self._layers, model.dtype, SLOTS, max_context)
             error = probe.error(self)
         except CannotPack:
             raise
@@ -407,10 +407,10 @@ class PackedRunner:
                     parameter.copy_(weight)
 
     def keep(self, slot: int, count: int) -> None:
-        self._cache.keep(slot, count)
+        self.cache.keep(slot, count)
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
-        self._cache.copy_prefix(source, target, count)
+        self.cache.copy_prefix(source, target, count)
 
     def take_experts(self) -> Tensor:
         if self._recorder is None:
@@ -419,7 +419,7 @@ class PackedRunner:
 
     def forward(self, step: Step) -> Tensor:
         """Return the float32 logits of a forward pass, `[R + C, V]`, as `Runner.forward` does."""
-        self._cache.begin(step)
+        self.cache.begin(step)
         self._count = len(step.tokens)
         padding = (0, tiled(self._count) - self._count)
         if self.adapters and step.versions is not None:
@@ -432,7 +432,7 @@ class PackedRunner:
             options["logits_to_keep"] = torch.tensor(ends)
         logits = _run(
             self._model,
-            self._cache,
+            self.cache,
             input_ids=F.pad(step.tokens, padding)[None],
             position_ids=F.pad(step.positions, padding)[None],
             **options,

@@ -145,6 +145,21 @@ class PagedCache:
         """Begin a slot with tokens of another, as `Runner.copy_prefix` does."""
         self._copy(self.pages.share(source, target, count))
 
+    def read(self, slot: int, count: int) -> dict[str, Tensor]:
+        """Return the keys and values of a slot's first `count` tokens, in whole pages."""
+        pages = torch.from_numpy(self.pages.of[slot, : -(-count // PAGE)])
+        pools = enumerate((*self.keys, *self.values))
+        return {str(number): pool[pages.to(pool.device)] for number, pool in pools}
+
+    def write(self, slot: int, count: int, parts: Mapping[str, Tensor]) -> None:
+        """Begin a slot with `count` tokens whose keys and values `read` returned elsewhere."""
+        self.pages.hold(slot, 0)
+        self.pages.hold(slot, count)
+        self.reserve()
+        pages = torch.from_numpy(self.pages.of[slot, : -(-count // PAGE)])
+        for number, pool in enumerate((*self.keys, *self.values)):
+            pool[pages.to(pool.device)] = parts[str(number)].to(pool.device)
+
     def reserve(self) -> None:
         """Enlarge the tensors to all pages that are in use."""
         needed = self.pages.span

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from unstale.engines.embedded.adapters import VersionedAdapters
 from unstale.model.packed_weights import RoundedWeights
 from unstale.model.quantisation import quantised
+
+if TYPE_CHECKING:
+    from unstale.engines.embedded.pages import PagedCache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -82,6 +85,11 @@ class Runner(Protocol):
     only the state after the last token: then `keep` receives 0 or all cached tokens, and
     `copy_prefix` is not called.
     """
+
+    @property
+    def cache(self) -> "PagedCache | None":
+        """The keys and values of all slots. None if they are not in pages."""
+        ...
 
     @property
     def adapters(self) -> VersionedAdapters | None:

@@ -37,7 +37,7 @@ from unstale.model.packed_weights import RoundedWeights, pack
 from unstale.pictures import PictureStore
 from unstale.routed_experts import num_experts
 from unstale.weights.child_process import Frames, Header, frame
-from unstale.weights.codec import advance, loads, tensors_of
+from unstale.weights.codec import advance, file_of, loads, tensors_of
 from unstale.weights.gpu_handles import open_handles
 
 _READ_BYTES = 1 << 20
@@ -265,7 +265,7 @@ class _EngineWorker:
 
         Confirm it, unless it is `sample` or `cancel`.
         """
-        error = ""
+        data, error = b"", ""
         match header["op"]:
             case "sample":
                 number, most, stops, temperature, seed, limits, *others = header["request"]
@@ -293,9 +293,21 @@ class _EngineWorker:
                 self._batcher.keep_versions(header["versions"])
             case "resume":
                 self._running = True
+            case "send" | "take" as way:
+                data, error = self._pass_cache(way, body)
             case unknown:
                 raise ValueError(f"unknown message {unknown!r}")
-        return self._send({"op": "done", "id": header["id"], "error": error})
+        return self._send({"op": "done", "id": header["id"], "error": error}, data)
+
+    def _pass_cache(self, way: str, body: bytearray) -> tuple[bytes, str]:
+        """Send or take a cached context. Return what is sent, and an error message, or ""."""
+        try:
+            if way == "send":
+                return b"".join(file_of(self._batcher.send_cache(np.frombuffer(body, TOKEN)))), ""
+            self._batcher.take_cache(tensors_of(body))
+        except ValueError as error:
+            return b"", str(error)
+        return b"", ""
 
     def _load(self, header: Header, body: bytearray) -> str:
         """Load full weights or a delta. Return an error message, or "" on success."""

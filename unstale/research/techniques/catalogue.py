@@ -345,7 +345,8 @@ ROWS: Sequence[Row] = (
         "--engine.quantise fp8 --trainer.quantise fp8: both round alike, and with "
         "--engine.backend vllm the engine computes in FP8",
         "The trainer and the embedded engine round to FP8 and compute in the run's own precision, "
-        "so they are no faster.",
+        "because torch's FP8 products on a CPU are those of float32 and slower, so neither is "
+        "faster, and the trainer has no FP8 products on a GPU.",
     ),
     _works(
         42,
@@ -399,12 +400,13 @@ ROWS: Sequence[Row] = (
         "--mistakes 2 right replies with mistakes are edited, and then only the edited draft is "
         "rewarded, and both replies are trained. Replies replace the decoding by masked diffusion",
     ),
-    _partly(
+    _works(
         49,
-        "P/D-Serve",
-        "separate engines for prompts and replies",
-        "--engine.prefill_engines are groups, and a full engine's requests go to the next one",
-        "An engine cannot send its cache to another one, and the shares of both kinds are fixed.",
+        "P/D-Serve, arXiv 2408.08147",
+        "engines for prompts send caches to those for replies; their numbers follow the load",
+        "--engine.processes 4 --engine.prefill_engines 1 --engine.prefill_ratio 1 "
+        "--engine.send_cache true --engine.move_engines true; a full engine's requests go to the "
+        "next one. Caches go between processes of one machine, in one piece",
     ),
     _works(
         50,
