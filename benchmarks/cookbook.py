@@ -94,6 +94,8 @@ def service(model: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
         assert process.stdout is not None
         try:
             url, *tokens = (process.stdout.readline().strip().partition("=")[2] for _ in range(3))
+            if not url:
+                raise RuntimeError(f"`unstale tinker {model}` ended with {process.wait()}")
             yield url, tokens
         finally:
             process.send_signal(signal.SIGINT)
