@@ -41,8 +41,6 @@ def test_the_real_client_trains_samples_and_resumes(tmp_path: Path) -> None:
     assert found["error"] < 1e-4 and found["is_unchanged"] and found["rank"] == 8
 
 
-# The client leaves its connections open.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_two_recipes_at_once_end_well_and_keep_their_versions(tmp_path: Path) -> None:
     model, steps = "base", 2
     recipes = [cookbook.ROUNDS[1][0], "sl_loop train_mean_nll batch_size=8"]
