@@ -9,8 +9,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: setup demo test test-core test-all test-engines test-adapters test-cluster test-oldest test-kernels gpu-check check docs bench wheel fuzz sizes \
-	env-openenv env-verifiers env-cluster env-peers
+.PHONY: setup demo test test-core test-all test-engines test-adapters test-tinker test-cluster test-oldest test-kernels gpu-check check docs bench wheel fuzz sizes \
+	env-openenv env-verifiers env-tinker env-cluster env-peers
 
 # A pretrained model for `--model smollm2`, and the tasks `bfcl:CATEGORY`. Their many dependencies, such as
 # llama.cpp and faiss, are not needed.
@@ -107,6 +107,19 @@ env-verifiers: .venv-adapters/verifiers/.ready
 	$(PYTHON) -m venv .venv-adapters/$*
 	$(BIN)/python $(PURELIB) > $$(.venv-adapters/$*/bin/python $(PURELIB))/shared.pth
 	.venv-adapters/$*/bin/pip install --quiet --disable-pip-version-check -c constraints/adapters.txt $* uv
+	touch $@
+
+# Test `unstale tinker` with Tinker's own client and its cookbook, in an environment on top of .venv (a minute, 80 MB of disk).
+# The client leaves connections open, which would be an error.
+test-tinker: .venv-tinker/.ready
+	PYTHONPATH=$(CURDIR) .venv-tinker/bin/python -m pytest -p no:unraisableexception tests/research/test_tinker_client.py
+
+env-tinker: .venv-tinker/.ready
+
+.venv-tinker/.ready: .venv/.ready constraints/tinker.txt
+	$(PYTHON) -m venv .venv-tinker
+	$(BIN)/python $(PURELIB) > $$(.venv-tinker/bin/python $(PURELIB))/shared.pth
+	.venv-tinker/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/tinker.txt
 	touch $@
 
 # Test trainer ranks and engine hosts with Ray, in an environment on top of .venv (minutes, 300 MB of disk).
