@@ -50,8 +50,10 @@ demo: setup
 
 # Four processes keep two cores busy: many tests wait for processes and clocks.
 # The first import of the largest packages writes their bytecode, which each process would write.
+# A test that hangs fails, and its stack is shown.
 PYTEST = $(BIN)/python -c "import torch._dynamo, transformers, unstale.trainer.local" && \
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder \
+		-o faulthandler_timeout=330 -o faulthandler_exit_on_timeout=true
 
 # The tests that are marked costly take most of the time of all. --quick leaves them out, or runs their first case.
 test: setup

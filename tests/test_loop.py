@@ -47,10 +47,11 @@ from unstale.durability.journal import Journal, trained_episodes
 from unstale.durability.resume import ResumeState, init_run
 from unstale.durability.run_folder import RunLog
 from unstale.engines import Engine, SamplingParams
-from unstale.engines.scripted import Delay, ScriptedEngine
+from unstale.engines.scripted import Delay, Script, ScriptedEngine
 from unstale.envs import Message, Taskset, Turn
 from unstale.envs.hooks import Identities
 from unstale.loop import RunComponents
+from unstale.model.policy import Policy
 from unstale.observe.recorder import Outputs
 from unstale.observe.trackers import RunOutcome
 from unstale.old_logps import Needs, OldLogps
@@ -237,17 +238,25 @@ def random_signals(tokens: Sequence[int]) -> Signals:
     return Signals(entropy, np.array([[7, 9]], np.int32), logp)
 
 
-def toy_machine(
-    config: RunConfig, taskset: Taskset, *, delay: Delay = a_moment, route: Route | None = None
+def noise(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+    """Return a reply that depends on the seed, without what was sampled of it before."""
+    spoken = REPLY - params.reply_limit
+    said = [6 + (params.seed >> (3 * i)) % 50 for i in range(REPLY - 1)]
+    return [*said[spoken:], 1]
+
+
+def toy_machine(  # noqa: PLR0913 - the policy and what it says
+    config: RunConfig,
+    taskset: Taskset,
+    *,
+    delay: Delay = a_moment,
+    route: Route | None = None,
+    policy: Policy | None = None,
+    chat: Any = NumberChat(),  # noqa: B008 - it has no state
+    say: Script = noise,
 ) -> LocalComponents:
-    """Return real components with a scripted engine whose replies depend on the seed."""
-
-    def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
-        spoken = REPLY - params.reply_limit
-        noise = [6 + (params.seed >> (3 * i)) % 50 for i in range(REPLY - 1)]
-        return [*noise[spoken:], 1]
-
-    policy = tiny_policy(dtype=config.trainer.dtype)
+    """Return real components with a scripted engine, which says what `say` returns."""
+    policy = policy or tiny_policy(dtype=config.trainer.dtype)
     engine = ScriptedEngine(say, token_delay=delay, signals=random_signals)
     scorer = LocalScorer(policy, 1.0, 4096)
     old = (route or ScoresAtClosing)(scorer, engine)
@@ -255,7 +264,6 @@ def toy_machine(
     auditor = Auditor(LocalScorer(policy, 1.0, 4096), old, rules, share=config.audit.share)
     techniques = Techniques.of(config)
     trainer = LocalTrainer(policy, config, old, auditor.look, techniques=techniques)
-    chat: Any = NumberChat()
     generator = Generator(engine, chat, config.engine, signals=reads_signals(config))
     return LocalComponents(policy, taskset, generator, scorer, old, auditor, trainer, techniques)
 

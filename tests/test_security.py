@@ -254,6 +254,7 @@ def test_nothing_listens_and_the_only_sockets_are_pairs() -> None:
         "each.listen",  # the sockets that the two servers made
         "claim.bind",  # the sandbox reserves a user id by a name in the kernel
         "inspect.signature(reward).bind",
+        "super().create_server",  # of the virtual clock, whose clients are connected in memory
         "signature.bind",  # of a reward
         "self._child.listen",
     }

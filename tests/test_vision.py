@@ -153,6 +153,7 @@ def test_versions_and_checkpoints_are_without_the_tower(model: Path, ran: Path) 
 
 
 @pytest.mark.parametrize("call, number", [("step", 3), ("transaction", 21)])
+@pytest.mark.costly
 def test_a_killed_run_that_is_resumed_ends_equal(
     call: str, number: int, model: Path, ran: Path, tmp_path: Path
 ) -> None:

@@ -720,6 +720,8 @@ class EpisodeRecord:
     """Further conversations of the last attempt, such as those of sub-agents."""
     role: str = ""
     """The policy's role in this conversation. "" if the tasks have no roles."""
+    seed: int = 0
+    """Seed of the random numbers for sampling, of a further conversation."""
     fork: Fork | None = None
     """Where the episode was forked from another one. None if it has its own beginning."""
 
@@ -911,7 +913,7 @@ class Batch:
     none.
     """
     shared: SharedTokens | None = None
-    """The tokens that forked episodes share with other episodes. None if no episode was forked."""
+    """The tokens that forked episodes share with other episodes. None if no token is shared."""
 
     @property
     def replayed(self) -> "Tensor":
@@ -1257,7 +1259,10 @@ def _engine_entropy(credited: Sequence[ScoredTrajectory]) -> "Tensor | None":
 
 
 def _shared_tokens(credited: Sequence[ScoredTrajectory]) -> SharedTokens | None:
-    """Return the tokens that forked trajectories share with others. None if none was forked."""
+    """Return the tokens that forked trajectories share with others. None if none shares a token.
+
+    A fork after the prompt that begins with placed text shares none.
+    """
     import numpy as np
     import torch
 
@@ -1269,6 +1274,9 @@ def _shared_tokens(credited: Sequence[ScoredTrajectory]) -> SharedTokens | None:
     columns = np.concatenate([_owners(each, by_episode, known) for each in trajectories], 1)
     own = np.repeat([each.episode for each in trajectories], [len(each) for each in trajectories])
     where = (columns[2] >= 0) & (columns[0] != own)
+    reach = np.concatenate(_reaches(trajectories, by_episode))
+    if not where.any() and (reach == 1).all():
+        return None
     episode, at, version = torch.from_numpy(columns[:3]).long()
     return SharedTokens(
         torch.from_numpy(where),
@@ -1276,7 +1284,7 @@ def _shared_tokens(credited: Sequence[ScoredTrajectory]) -> SharedTokens | None:
         version,
         episode,
         at,
-        torch.from_numpy(np.concatenate(_reaches(trajectories, by_episode))),
+        torch.from_numpy(reach),
     )
 
 

@@ -205,7 +205,7 @@ def test_an_episode_is_followed_from_its_start_to_its_training(tmp_path: Path) -
         journal.add_request(GroupRequest(0, task, seed=0, place=0))
         writer = journal.begin(0, 0, episode=0, seed=7)
         other = journal.begin(0, 1, episode=1, seed=8)
-        branch = journal.begin(0, 0, episode=2, seed=9)
+        branch = journal.begin(0, 0, episode=2, seed=9, role="judge")
         writer.write_piece(0, piece(1, 2))
         asyncio.run(journal.checkpoint("empty", step=0, version=0))
         fill(index)
@@ -214,7 +214,10 @@ def test_an_episode_is_followed_from_its_start_to_its_training(tmp_path: Path) -
             ("open", False),
             ("open", True),
         ]
+        assert [row.get("role") for row in table_of(index)] == [None, None, "judge"]
         assert tokens.episode(index, 0)["pieces"][0]["ids"] == [1, 2]
+        talks = [{"episode": 2, "role": "judge"}]
+        assert tokens.episode(index, 0)["conversations"] == talks
         trajectories = []
         for number, each in enumerate((writer, other, branch)):
             pieces = (piece(1, 2), piece(3, version=2), piece(4, 5, version=3))

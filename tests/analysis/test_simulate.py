@@ -453,6 +453,7 @@ def test_nobody_waits_for_ever_when_nothing_can_happen() -> None:
         virtual_clock.run(play(), virtual=True)
 
 
+@pytest.mark.costly
 def test_the_benchmark_says_what_it_missed() -> None:
     from benchmarks.published import APRIL, Compared
     from benchmarks.simulate import main as bench

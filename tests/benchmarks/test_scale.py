@@ -165,6 +165,7 @@ def objects_in_cycles(turns: int) -> list[int]:
         gc.enable()
 
 
+@pytest.mark.costly
 def test_episodes_leave_nothing_for_the_garbage_collector() -> None:
     # In another process, because threads of other tests leave something, too.
     with ProcessPoolExecutor(1, CONTEXT) as apart:

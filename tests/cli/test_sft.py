@@ -18,6 +18,7 @@ from unstale.envs.calculator import CalculatorTasks
 from unstale.envs.dataset import DatasetConfig
 from unstale.envs.mixed import MixedTasks
 from unstale.model.policy import Policy
+from unstale.recipes import RECIPES
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,23 @@ def test_otr_learns_likely_tokens_first(policy: Path, data: Path, tmp_path: Path
     sampled = trained(config, data, tmp_path / "drawn", drawn)
     assert plain[0] == exact[0] == sampled[0]
     assert plain[-1] < exact[-1] < exact[0] and sampled[-1] < sampled[0]
+
+
+def test_drafts_with_mistakes_are_edited_in_place(tmp_path: Path) -> None:
+    """Each row is learned with 0 and with 1 mistake in its last reply."""
+    path = tmp_path / "talks.jsonl"
+    talk = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "It is 3."}]
+    path.write_text(json.dumps({"messages": talk}))
+    task = DatasetConfig(
+        env="dataset:none.jsonl", reward="a:b", edit_request="Check it.", edits="in_place"
+    )
+    config = override(RECIPES["calculator"](), {"max_steps": 1, "eval.tasks": 0})
+    config = replace(config, task=task)
+    trained(config, path, tmp_path / "out", SftOptions(batch=2, mistakes=1))
+    assert json.loads((tmp_path / "out" / RECORD).read_text())["references"] == 2
+    for other in (replace(task, edits="again"), TaskConfig(env="calculator")):
+        with pytest.raises(ConfigError, match=r"--mistakes needs task\.edit_request and"):
+            sft(replace(config, task=other), path, tmp_path / "no", SftOptions(mistakes=1))
 
 
 def test_wrong_options_are_refused_before_training(

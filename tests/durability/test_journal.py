@@ -1073,6 +1073,8 @@ def test_jsonl_has_one_row_a_trajectory_and_one_entry_a_token(
         "source_logp": [None] * 6,
         "parent": None,
         "forked_at": None,
+        "role": None,
+        "role_reward": None,
     }
     assert json.loads(said(capsys, "export-trajectories", str(tmp_path))) == expected
     out = tmp_path / "rows.jsonl"

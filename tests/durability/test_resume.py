@@ -78,12 +78,15 @@ class Toy:
 
     taskset: Callable[[], Numbers] = lambda: Numbers(count())
     machines: list[LocalComponents] = field(default_factory=list)
+    parts: Callable[[], dict[str, Any]] = dict
+    """Further arguments of `toy_machine`."""
 
     def machine(self, config: RunConfig, *kept: object, **_: object) -> LocalComponents:
         def route(scorer: Scorer, engine: ScriptedEngine) -> OldLogps:
             return build_old_logps(config.old_logps, scorer, lockstep=config.deterministic)
 
-        self.machines.append(toy_machine(config, self.taskset(), delay=slowly, route=route))
+        made = {"delay": slowly, "route": route, **self.parts()}
+        self.machines.append(toy_machine(config, self.taskset(), **made))
         return self.machines[-1]
 
     def begin(self, folder: Path, config: RunConfig) -> None:
@@ -1018,6 +1021,7 @@ KNOBS = [
 
 
 @pytest.mark.parametrize("options", [(), ("--engine.top_p", "0.8")])
+@pytest.mark.costly
 def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:

@@ -1,11 +1,13 @@
 """Test the virtual clock.
 
 Timers fire in order and without waiting; equal ones always in the same order. Work in other threads
-takes a fixed virtual time. A wait that cannot end is an error. Two runs are identical.
+takes a fixed virtual time. A wait that cannot end is an error. Two runs are identical. A server of
+the loop is reached in memory, and nothing else is.
 """
 
 import asyncio
 import random
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -183,3 +185,36 @@ def test_on_the_clock_of_the_world_nothing_jumps() -> None:
         return time.monotonic() - began
 
     assert run(main(), virtual=False) >= 0.019
+
+
+def test_a_server_of_the_loop_is_reached_in_memory_and_nothing_else_is() -> None:
+    """The two ends read and close as with sockets. Another thread cannot connect."""
+    sent = bytes(range(256)) * 4096
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write((await reader.read())[::-1])
+        await asyncio.sleep(HOUR)
+        writer.write(b"end")
+        writer.close()
+
+    async def main() -> tuple[bytes, float]:
+        listening = socket.create_server(("127.0.0.1", 0))
+        host, port = listening.getsockname()
+        async with await asyncio.start_server(answer, sock=listening):
+            with pytest.raises(ConnectionRefusedError, match="Connection refused"):
+                await asyncio.to_thread(socket.create_connection, (host, port), 5)
+            began = now()
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(sent)
+            writer.write_eof()
+            received = await reader.read()
+            waited = now() - began
+            writer.close()
+            await writer.wait_closed()
+            with pytest.raises(ConnectionRefusedError, match="only call the endpoint of the run"):
+                await asyncio.open_connection(host, port + 1)
+        with pytest.raises(ConnectionRefusedError, match="only call the endpoint of the run"):
+            await asyncio.open_connection(host, port)
+        return received, waited
+
+    assert run(main(), virtual=True) == (sent[::-1] + b"end", HOUR)

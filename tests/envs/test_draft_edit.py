@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from unstale.algorithms.advantages import grpo
 from unstale.config import ConfigError
 from unstale.config.tasks import make_task
 from unstale.envs import Env, Message, ToolCall, Turn
-from unstale.envs.draft_edit import DraftEdit
+from unstale.envs.draft_edit import DraftEdit, change, with_mistakes
 from unstale.envs.registry import build_taskset
 from unstale.records import Group, collate
 from unstale.testing import check_env
@@ -66,6 +67,40 @@ def test_only_the_edit_is_rewarded_and_the_draft_is_a_fact(rows: str) -> None:
     assert played(plain.env(task, 0), said("one"))[-1].rewards == {"reward": 1.0}
     with pytest.raises(ConfigError, match=r"task\.score_drafts needs task\.edit_request"):
         make_task(rows, reward=options["reward"], score_drafts=True)
+
+
+def test_changes_are_made_in_the_draft_and_all_else_stays(rows: str) -> None:
+    options = {"reward": f"{__name__}:length", "edit_request": REQUEST, "edits": "in_place"}
+    tasks = build_taskset(make_task(rows, **options, score_drafts=True))
+    task = next(iter(tasks.train(0)))
+    changes = "I check.\ntwo => 2 and 3\none => gone\n4=>\nfour => 4"
+    _, asked, last = played(tasks.env(task, 0), said("one, two one 4", changes))
+    assert asked.messages[0].content.startswith(REQUEST + "\nWrite each change on a line")
+    assert last.rewards == {"reward": 5.0}, "one, 2 and 3 one"
+    assert last.facts == {"edits": 2, "edits_missed": 2, "draft_reward": 4, "edit_gain": 1}
+    assert played(tasks.env(task, 0), said("one", "No change."))[-1].rewards == {"reward": 1.0}
+    check_env(tasks)
+    with pytest.raises(ConfigError, match=r"task\.edits needs task\.edit_request"):
+        make_task(rows, reward=options["reward"], edits="in_place")
+
+
+@pytest.mark.parametrize(
+    ("text", "always"),
+    [
+        ("They buy 12 pens for $5 each.\n12 * 5 = 60\nSo they pay 60 dollars.", True),
+        ("7", True),
+        ("a a a a", False),
+        ("a => b\nb => a", False),
+        ("", False),
+    ],
+)
+def test_the_changes_undo_all_mistakes(text: str, *, always: bool) -> None:
+    for seed in range(40):
+        for count in (1, 3):
+            draft, edits = with_mistakes(text, Random(seed), count)
+            assert change(draft, "\n".join(edits)) == (text, len(edits), 0)
+            if always and count == 1:
+                assert len(edits) == 1 and draft != text
 
 
 def test_a_puzzle_may_have_a_draft() -> None:

@@ -1,8 +1,9 @@
 """Test the encoding of reference conversations, with the shipped tokenizer and its tool calls."""
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from unstale.config import SHIPPED_POLICY, ConfigError
 from unstale.envs import Message, ToolCall, tool_schema
 from unstale.envs.chat import Chat
+from unstale.envs.draft_edit import change, mistaken
 from unstale.envs.references import encode_conversation, load_references
 from unstale.model.loading import load_tokenizer
 
@@ -142,3 +144,24 @@ def test_a_file_without_rows_or_of_another_type_is_refused(tmp_path: Path) -> No
         load_references(written(tmp_path, "\n"), chat(), max_tokens=512)
     with pytest.raises(ConfigError, match=r"must be an existing file of type .jsonl, .json"):
         load_references(tmp_path / "talks.csv", chat(), max_tokens=512)
+
+
+def test_the_mistakes_of_a_draft_are_context_and_the_edit_is_learned(tmp_path: Path) -> None:
+    talk = [
+        {"role": "user", "content": "Add 1 and 2."},
+        {"role": "assistant", "content": "The sum is 3."},
+    ]
+    as_edits = partial(mistaken, request="Check it.", most=1, random=Random(0))
+    path = written(tmp_path, rows(talk))
+    right, wrong = load_references(path, chat(), max_tokens=999, read_as=as_edits)
+    said = []
+    for found in (right, wrong):
+        learnt = [token for token, mark in zip(found.tokens, found.replies, strict=True) if mark]
+        said.append(chat().parse(learnt).content)
+    assert said[0] == "No change."
+    text = chat().text(wrong.tokens)
+    (draft,) = (line for line in text.splitlines() if line.startswith("The sum is"))
+    assert draft != "The sum is 3." and change(draft, said[1]) == ("The sum is 3.", 1, 0)
+    with pytest.raises(ConfigError, match="end with a reply of the assistant that calls no tool"):
+        wrong_row = written(tmp_path, rows(talk[:1]))
+        load_references(wrong_row, chat(), max_tokens=999, read_as=as_edits)

@@ -19,6 +19,14 @@ def test_the_page_names_the_architectures_of_the_gauntlet() -> None:
     assert measured == [*ARCHITECTURES, *VISION]
 
 
+def test_the_page_has_the_bound_and_no_figure_above_it() -> None:
+    page = PAGE.read_text("utf-8")
+    assert f"fails with a figure above {gauntlet.MAX_ERROR:g}." in page
+    cells = [line.split(" | ")[3:-1] for line in gauntlet.table_in(page)[2:]]
+    figures = [float(each) for row in cells for cell in row for each in cell.split(", ")]
+    assert len(figures) > 100 and max(figures) <= gauntlet.MAX_ERROR
+
+
 def test_rows_of_models_that_were_not_run_stay() -> None:
     page = PAGE.read_text("utf-8")
     old = gauntlet.table_in(page)

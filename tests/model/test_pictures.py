@@ -5,8 +5,10 @@ cache. A planted store that gives both pictures one number shows that these test
 """
 
 import base64
+import tracemalloc
 from copy import deepcopy
 from dataclasses import replace
+from hashlib import sha256
 from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
@@ -35,6 +37,7 @@ from unstale.model.prefix_tree import MIN_SHARED, Packed, build_prefix_tree
 from unstale.pictures import FIRST, PictureError, PictureStore
 from unstale.rollout.endpoint.conversation import Call, Conversation, HistoryMessage
 from unstale.rollout.endpoint.messages import read_messages
+from unstale.rollout.endpoint.responses import read_response
 from unstale.rollout.endpoint.schemas import Refused
 from unstale.rollout.endpoint.wire import read_chat
 from unstale.testing.pictures import (
@@ -341,6 +344,7 @@ def test_other_parts_are_refused(part: dict[str, Any], says: str) -> None:
 DATA = base64.b64encode(ONE).decode()
 PARTS: dict[str, Any] = {
     "chat": url(f"data:image/png;base64,{DATA}"),
+    "responses": {"type": "input_image", "image_url": f"data:image/png;base64,{DATA}"},
     "messages": {
         "type": "image",
         "source": {"type": "base64", "media_type": "image/png", "data": DATA},
@@ -363,6 +367,16 @@ def pictured(api: str) -> Call:
             {"role": "user", "content": [picture, words[1]]},
         ]
         return read_chat({"messages": [question, *rest]}, temperature=1.0).call
+    if api == "responses":
+        words = [{**each, "type": "input_text"} for each in words]
+        call = {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "a"}
+        output = {"type": "function_call_output", "call_id": "a", "output": [*words, picture]}
+        items = [
+            {"role": "user", "content": [words[0], picture, words[1], picture]},
+            *(call, output),
+            {"role": "user", "content": [picture, words[1]]},
+        ]
+        return read_response({"input": items}, temperature=1.0).call
     found = {"type": "tool_result", "tool_use_id": "a", "content": [*words, picture]}
     used = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
     rest = [
@@ -372,13 +386,36 @@ def pictured(api: str) -> Call:
     return read_messages({"messages": [question, *rest]}, temperature=1.0).call
 
 
-def test_pictures_by_the_messages_api_have_the_tokens_of_chat(policy: Policy) -> None:
-    chat, ours, other = chat_of(policy), pictured("messages"), pictured("chat")
+@pytest.mark.parametrize("api", ["messages", "responses"])
+def test_pictures_by_another_api_have_the_tokens_of_chat(api: str, policy: Policy) -> None:
+    chat, ours, other = chat_of(policy), pictured(api), pictured("chat")
     contexts = [Conversation(chat).ask(call).context for call in (ours, other)]
     assert ours == other and contexts[0] == contexts[1]
     (number,) = pictures.numbers_in(contexts[0][0].tokens)
     size = len(reader_of(policy).tokens(ONE))
     assert contexts[0][0].tokens.count(number) == 4 * size
+
+
+def test_open_conversations_share_a_picture_and_hold_no_file(policy: Policy) -> None:
+    data = BytesIO()
+    PIL.Image.frombytes("RGB", (256, 256), Random(0).randbytes(3 << 16)).save(data, "PNG")
+    body = asked(url(f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"))
+    chat, siblings, answer = chat_of(policy), [], HistoryMessage(Message("assistant", "1"))
+    tracemalloc.start()
+    for _ in range(8):
+        siblings.append(Conversation(chat))
+        place = siblings[-1].ask(read_chat(body, temperature=1.0).call)
+        place.branch.pieces.extend(place.context)
+        siblings[-1].add_answer(place.branch, (answer,), ended=True)
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept < len(data.getvalue()), "8 conversations hold less than one file"
+    digest = sha256(data.getvalue()).hexdigest()
+    found = [each.branches[0].pieces[0] for each in siblings]
+    assert all([one.digest for one in piece.pictures] == [digest] for piece in found)  # type: ignore[union-attr]
+    more = [*body["messages"], {"role": "assistant", "content": "1"}, *asked()["messages"]]
+    place = siblings[0].ask(read_chat({"messages": more}, temperature=1.0).call)
+    assert place.branch is siblings[0].branches[0] and not place.fork
 
 
 def with_template(policy: Policy, old: str, new: str) -> Chat:

@@ -214,6 +214,7 @@ async def with_broken_handshake(host: str, port: int) -> str:
 
 
 @pytest.mark.parametrize("attack", [with_wrong_key, without_handshake, with_broken_handshake])
+@pytest.mark.costly
 def test_a_flood_ends_no_call(
     files: tuple[str, str], attack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

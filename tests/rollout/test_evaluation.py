@@ -137,6 +137,7 @@ def test_the_best_policy_of_a_run_is_the_one_that_was_evaluated(
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.costly
 def test_a_run_without_a_better_evaluation_ends_early(
     policy: Path, tmp_path: Path, deterministic: bool
 ) -> None:

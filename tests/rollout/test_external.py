@@ -612,10 +612,22 @@ def numbered(tokens: Sequence[int], params: SamplingParams) -> list[int]:
     return says(f"so {len(tokens)} {params.seed % 1000}")
 
 
-def halves(
-    folder: Path, agent: Any, *, after: int, reply: Any = numbered, room: int = 512, **options: Any
+def halves(  # noqa: PLR0913 - the agent, its policy and where it is stopped
+    folder: Path,
+    agent: Any,
+    *,
+    after: int,
+    reply: Any = numbered,
+    room: int = 512,
+    size: int = 2,
+    delay: Any = None,
+    run: Any = asyncio.run,
+    **options: Any,
 ) -> tuple[Group, World, World]:
-    """Run a group, stop it after so many replies, and resume it from its journal."""
+    """Run a group, stop it after so many replies, and resume it from its journal.
+
+    `delay` is that of the run that is stopped.
+    """
 
     def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
         if len(first.sampled) == after:
@@ -629,7 +641,7 @@ def halves(
                     rollout = world.rollout(ExternalAgent(agent, SUMS, name="sums", **options))
                     journal.add_request(request)
                     await journal.publishing(0)
-                    await rollout.group(request, size=2, open_writer=journal.begin)
+                    await rollout.group(request, size=size, open_writer=journal.begin)
             finally:
                 journal.flush()
 
@@ -641,15 +653,15 @@ def halves(
             async with world.open():
                 rollout = world.rollout(ExternalAgent(agent, SUMS, name="sums", **options))
                 rollout.restore(counts[2], ())
-                group = await rollout.group(past, size=2, open_writer=journal.begin)
+                group = await rollout.group(past, size=size, open_writer=journal.begin)
                 await journal.finish(group)
         return group
 
     request = GroupRequest(0, TASK, 0, 0)
-    first, second = World(say, max_context=room), World(reply, max_context=room)
+    first, second = World(say, delay, max_context=room), World(reply, max_context=room)
     with pytest.raises(ExceptionGroup):
-        asyncio.run(begin(first))
-    return asyncio.run(go_on(second)), first, second
+        run(begin(first))
+    return run(go_on(second)), first, second
 
 
 @pytest.mark.costly
@@ -763,8 +775,11 @@ def test_what_an_agent_cannot_be_trained_with_is_refused(tmp_path: Path) -> None
     config = small(
         tmp_path, task=TaskConfig(env="tests.support.scripted_agents:sdk_tasks"), deterministic=True
     )
-    with pytest.raises(ConfigError, match="deterministic must be false with an ExternalAgent"):
-        build_rollout(config, build_taskset(config.task))
+    with pytest.raises(ConfigError, match="deterministic must be false with an ExternalAgent in"):
+        build_rollout(config, ExternalAgent(in_a_process, SUMS))
+    secure = replace(config, endpoint=EndpointConfig(certificate="mine.pem"))
+    with pytest.raises(ConfigError, match=r"false with endpoint\.certificate"):
+        build_rollout(secure, build_taskset(config.task))
     limited = replace(config, deterministic=False, techniques="limits")
     with pytest.raises(ConfigError, match="limits cannot be used with an ExternalAgent"):
         build_rollout(limited, build_taskset(config.task))

@@ -6,9 +6,12 @@ Without `endpoint.lenient` another sampling is refused, with it the option is co
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import Sequence
+from hashlib import sha256
 from itertools import count, groupby
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx2 as httpx
@@ -20,18 +23,23 @@ from tests.rollout.test_endpoint import ASK, THINKING, chat_of, rest_of, visit
 from tests.rollout.test_external import CALL, CHAT, SUMS, TASK, World, says, whole
 from tests.support.waits import LIMIT_S
 from unstale.config import EndpointConfig
+from unstale.config.run import SHIPPED_POLICY
 from unstale.durability.journal import Journal
 from unstale.engines import SamplingParams
 from unstale.envs.calculator import TOOL, calculate
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
-from unstale.records import GroupRequest
+from unstale.model.loading import load_tokenizer
+from unstale.model.pictures import PictureReader
+from unstale.pictures import PictureStore
+from unstale.records import ContextPiece, GroupRequest
 from unstale.rewards import schemas, workers
 from unstale.rollout.endpoint import off_loop, wire
 from unstale.rollout.endpoint.conversation import with_call_ids
 from unstale.rollout.endpoint.responses import ResponseFormat, read_response
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.metrics import describe
+from unstale.testing.pictures import draw_digit, save_vision_model
 
 FUNCTION = {"type": "function", **TOOL["function"]}
 LENIENT = EndpointConfig(lenient=True)
@@ -64,6 +72,42 @@ def test_an_agent_of_the_responses_api_is_recorded_as_one_of_chats() -> None:
     assert (trajectory.reward, trajectory.num_turns, trajectory.branches) == (1, 2, ())
     assert trajectory.tokens == (*first, *call, *trajectory.pieces[2].tokens, *answer)
     assert not world.events, "items that are sent back are the recorded answer"
+
+
+async def with_pictures(base_url: str, task: str, seed: int, api_key: str) -> float:
+    """Show a picture in a question and another one in the result of a tool."""
+    shown = []
+    for digit in (1, 7):
+        data = b64encode(draw_digit(digit, Random(digit))).decode()
+        url = f"data:image/png;base64,{data}"
+        shown.append({"type": "input_image", "detail": "auto", "image_url": url})
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        items: list[Any] = [user({"type": "input_text", "text": "Which "}, shown[0])]
+        for _ in range(2):
+            response = await client.responses.create(model="p", input=items, tools=[FUNCTION])
+            items += response.output
+            items += [
+                {"type": "function_call_output", "call_id": call.call_id, "output": [shown[1]]}
+                for call in response.output
+                if call.type == "function_call"
+            ]
+    return float(response.output_text == "It is 30.")
+
+
+def test_pictures_of_the_responses_api_are_in_the_record(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(SHIPPED_POLICY)
+    save_vision_model("qwen3_vl", tmp_path, tokenizer)
+    reader = PictureReader(tmp_path, tokenizer, PictureStore())
+    replies = iter((CALL, "It is 30."))
+    chat = Chat(tokenizer, (), pictures=reader)
+    world = World(lambda tokens, params: says(next(replies)), chat=chat)
+    trajectory = whole(world.play(with_pictures))
+    assert (trajectory.reward, trajectory.num_turns, trajectory.branches) == (1, 2, ())
+    contexts = [piece for piece in trajectory.pieces if isinstance(piece, ContextPiece)]
+    digits = [sha256(draw_digit(digit, Random(digit))).hexdigest() for digit in (1, 7)]
+    assert [[each.digest for each in piece.pictures] for piece in contexts] == [
+        [each] for each in digits
+    ]
 
 
 def test_a_stream_has_the_items_of_the_whole_answer() -> None:
@@ -140,6 +184,15 @@ def answered(call: str) -> dict[str, str]:
     return {"type": "function_call_output", "output": "x", "call_id": call}
 
 
+REMOTE = {"type": "input_image", "image_url": "https://example.org/a.png"}
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+TEXT = {"type": "input_text", "text": "x"}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [*parts]}
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole input"),
     ({"background": True}, "background", "the client that waits for it"),
@@ -203,6 +256,30 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"input": [ASKED, {"role": "assistant", "content": "x"}]}, "input", "nothing to answer"),
     ({"input": "long " * 5000}, "input", "no reply fits"),
+    (
+        {"instructions": "Sum.", "input": [ASKED, CALLED, {**answered("a"), "output": [REMOTE]}]},
+        "input[2].output[0].image_url",
+        "input[2].output[0].image_url must be a data URL",
+    ),
+    (
+        {"input": [*LEADING, user(TEXT, REMOTE)]},
+        "input[2].content[1].image_url",
+        "got 'https://example.org/a.png': the endpoint fetches no pictures",
+    ),
+    ({"input": [user(PICTURE)]}, "input", "the policy reads only text"),
+    (
+        {"input": [{**user(PICTURE), "role": "system"}, ASKED]},
+        "input[0].content[0].type",
+        "only text is supported",
+    ),
+    (
+        {"input": [user({"type": "input_image", "file_id": "file-1"})]},
+        "input[0].content[0].file_id",
+        "the endpoint keeps no files",
+    ),
+    ({"input": [user({"type": "input_image"})]}, "input[0].content[0].image_url", "is missing"),
+    ({"input": [user({"type": "input_text"})]}, "input[0].content[0].text", "is missing"),
+    ({"input": [user({"type": "input_file"})]}, "input[0].content[0].type", "only text and"),
     ({"n": 2}, "n", "unknown field"),
 ]
 

@@ -6,16 +6,17 @@ in the other episodes of the group. A resumed run is equal to an undisturbed one
 
 import asyncio
 import math
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.rollout.test_external import (
+    CHAT,
     SUMS,
     TASK,
     TEAM,
@@ -26,13 +27,17 @@ from tests.rollout.test_external import (
     says,
     whole,
 )
+from tests.support.scripted_agents import ask_as, user
 from unstale.algorithms import advantages
 from unstale.builders import build_rollout
 from unstale.config import AdvantageConfig, ConfigError, RunConfig, TaskConfig
+from unstale.durability import virtual_clock
 from unstale.durability.journal import Journal, check
+from unstale.engines import SamplingParams
 from unstale.envs.external import ExternalAgent, role_url
 from unstale.records import ContextPiece, Failure, Group, GroupRequest, Sampled, Trajectory
 from unstale.rollout.endpoint.check import check_agent
+from unstale.rollout.seeds import derive_seed
 
 ROLES = ("planner", "worker", "judge")
 
@@ -119,74 +124,101 @@ def test_a_role_is_compared_with_its_siblings_only() -> None:
     assert Group(TASK, equal_in_all[:1] * 2).has_equal_rewards
 
 
-def chance(theta: float, bit: int) -> float:
-    one = 1 / (1 + math.exp(-theta))
-    return one if bit else 1 - one
+Logits = dict[tuple[str, int], float]
+"""(role, what it sees) -> logit of the bit 1 that it says."""
+
+LOGITS: Logits = {
+    ("planner", 0): 0.3,
+    ("worker", 0): -0.4,
+    ("worker", 1): 0.9,
+    ("judge", 0): -0.2,
+    ("judge", 1): 0.5,
+    ("judge", 2): 0.1,
+}
+
+Said = tuple[tuple[str, int, int], ...]
+"""The conversations of an episode: role, what it sees, and the bit that it says."""
 
 
-PLAN, WORK = 0.3, (-0.4, 0.9)
-"""Logits of the toy: of the planner's bit, and of the worker's bit after each plan."""
+def games() -> list[Said]:
+    """Return all episodes of the toy. A worker sees the plan; with the plan 1 it is asked twice.
+    The judge sees how often a worker said 1.
+    """
+    return [
+        (("planner", 0, plan), *(("worker", plan, bit) for bit in bits), ("judge", sum(bits), last))
+        for plan in (0, 1)
+        for bits in product((0, 1), repeat=1 + plan)
+        for last in (0, 1)
+    ]
 
 
-def outcome(plan: int, work: int) -> dict[str, float]:
-    return {"right": float(plan == work), "planner/x": 0.7 * plan, "worker/x": -0.2 * work + plan}
+def outcome(game: Said) -> dict[str, float]:
+    (*_, plan), *works, (*_, seen, last) = game
+    return {
+        "right": float(plan == works[0][-1]) - 0.4 * last,
+        "planner/x": 0.7 * plan - 0.3 * seen,
+        "worker/x": plan - 0.2 * seen + 0.3 * last,
+        "judge/x": 1.3 * float(last == seen % 2),
+    }
 
 
-def episodes() -> list[tuple[float, tuple[int, int], Trajectory]]:
-    """Return each episode of the toy with its probability and bits."""
-    found = []
-    for plan, work in product((0, 1), repeat=2):
-        rewards = outcome(plan, work)
-        whole_episode = replace(
-            said((plan,), rewards, "planner"), branches=(said((work,), rewards, "worker"),)
-        )
-        likely = chance(PLAN, plan) * chance(WORK[plan], work)
-        found.append((likely, (plan, work), whole_episode))
-    return found
+def own_reward(game: Said, role: str) -> float:
+    return sum(value for name, value in outcome(game).items() if name in ("right", f"{role}/x"))
 
 
-def expected_gradient() -> dict[str, float]:
-    """Return the gradient that groups of two episodes give on average, by logit."""
-    gradient: dict[str, float] = defaultdict(float)
-    for one, other in product(episodes(), repeat=2):
-        likely = one[0] * other[0]
-        scored = advantages.rloo([Group(TASK, (one[2], other[2]))])
-        for (plan, work), (planner, worker) in zip(
-            (one[1], other[1]), (scored[:2], scored[2:]), strict=True
-        ):
-            slope = {
-                "plan": (plan - chance(PLAN, 1), planner),
-                f"work{plan}": (work - chance(WORK[plan], 1), worker),
-            }
-            for name, (of_logit, item) in slope.items():
-                gradient[name] += likely / 2 * of_logit * item.advantage[0]
+def slope(logits: Logits, role: str, seen: int, bit: int) -> float:
+    """Return the derivative of the log-probability of the bit by its logit."""
+    return bit - 1 / (1 + math.exp(-logits[role, seen]))
+
+
+def likely(game: Said, logits: Logits) -> float:
+    chances = (1 - abs(slope(logits, *said)) for said in game)
+    return math.prod(chances)
+
+
+def trajectory_of(game: Said) -> Trajectory:
+    main, *branches = (said((bit,), outcome(game), role) for role, _, bit in game)
+    return replace(main, branches=tuple(branches))
+
+
+def expected_gradient(estimator: Any, size: int) -> Logits:
+    """Return the gradient that groups of `size` episodes give on average, by logit."""
+    gradient: Logits = dict.fromkeys(LOGITS, 0.0)
+    for games_of_group in product(games(), repeat=size):
+        weight = math.prod(likely(game, LOGITS) for game in games_of_group) / size
+        scored = estimator([Group(TASK, tuple(map(trajectory_of, games_of_group)))])
+        for (role, seen, bit), item in zip(chain(*games_of_group), scored, strict=True):
+            assert item.trajectory.role == role
+            gradient[role, seen] += weight * slope(LOGITS, role, seen, bit) * item.advantage[0]
     return gradient
 
 
-def test_credit_by_role_is_the_gradient_of_each_roles_own_reward() -> None:
-    """All groups of two episodes of a toy, against derivatives of the exact expectations."""
-
-    def value(role: str, plan_logit: float, work_logits: tuple[float, float]) -> float:
-        return sum(
-            chance(plan_logit, plan)
-            * chance(work_logits[plan], work)
-            * said((0,), outcome(plan, work), role).role_reward
-            for plan, work in product((0, 1), repeat=2)
-        )
-
+def exact_gradient(reward: Callable[[Said, str], float]) -> Logits:
+    """Return the derivatives of each role's expected reward by the logits of this role."""
     step = 1e-5
-    exact = {
-        "plan": [value("planner", PLAN + sign * step, WORK) for sign in (1, -1)],
-        "work0": [value("worker", PLAN, (WORK[0] + sign * step, WORK[1])) for sign in (1, -1)],
-        "work1": [value("worker", PLAN, (WORK[0], WORK[1] + sign * step)) for sign in (1, -1)],
-    }
-    derivatives = {name: (high - low) / (2 * step) for name, (high, low) in exact.items()}
-    found = expected_gradient()
-    assert found == pytest.approx(derivatives, abs=1e-9)
-    total = [
-        value("", PLAN + sign * step, WORK) for sign in (1, -1)
-    ]  # a credit by the episode's reward would be another
-    assert abs((total[0] - total[1]) / (2 * step) - found["plan"]) > 0.05
+
+    def value(role: str, seen: int, change: float) -> float:
+        logits = {**LOGITS, (role, seen): LOGITS[role, seen] + change}
+        return sum(likely(game, logits) * reward(game, role) for game in games())
+
+    return {name: (value(*name, step) - value(*name, -step)) / (2 * step) for name in LOGITS}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "size", "share"),
+    [(advantages.rloo, 2, 1.0), (advantages.rloo, 3, 1.0), (advantages.grpo_no_std, 2, 0.5)],
+)
+def test_credit_by_role_is_the_gradient_of_each_roles_own_reward(
+    estimator: Any, size: int, share: float
+) -> None:
+    """All groups of the toy, in float64. GRPO without division has (n - 1) / n of the gradient."""
+    assert sum(likely(game, LOGITS) for game in games()) == pytest.approx(1)
+    found = expected_gradient(estimator, size)
+    exact = exact_gradient(own_reward)
+    assert found == pytest.approx({name: share * each for name, each in exact.items()}, abs=1e-9)
+    by_total = exact_gradient(lambda game, role: sum(outcome(game).values()))
+    # a credit by the episode's reward would be another
+    assert min(abs(by_total[name] - exact[name]) for name in LOGITS) > 0.005
 
 
 @pytest.mark.parametrize("after", [1, 3, 4, 7])
@@ -214,6 +246,42 @@ def test_a_resumed_episode_with_roles_is_equal(tmp_path: Path, after: int) -> No
     ]
     with Journal.read(tmp_path) as reader:
         assert reader.group(0) == group and check(reader) == []
+
+
+async def at_once(base_url: str, task: str, seed: int, api_key: str) -> dict[str, float]:
+    """A slow worker and a judge that answers before it, and is asked again."""
+    ask = partial(ask_as, base_url, api_key)
+    await ask("planner", user("Plan."))
+
+    async def judge() -> None:
+        verdict = await ask("judge", user("Right?"))
+        await ask("judge", user("Right?"), verdict, user("Sure?"))
+
+    async with asyncio.TaskGroup() as both:
+        both.create_task(ask("worker", user("slow")))
+        await asyncio.sleep(1)
+        both.create_task(judge())
+    return {"right": 1.0}
+
+
+def test_a_conversation_keeps_its_noise_if_an_earlier_one_has_no_reply_on_record(
+    tmp_path: Path,
+) -> None:
+    """The run ends when the judge is asked again, before the slow worker's first token."""
+
+    async def wait(tokens: Sequence[int], params: SamplingParams) -> None:
+        if "slow" in CHAT.text(tokens):
+            await asyncio.sleep(3600)
+
+    run = partial(virtual_clock.run, virtual=True)
+    group, first, second = halves(
+        tmp_path, at_once, after=3, roles=ROLES, delay=wait, size=1, run=run
+    )
+    talks = {each.role: each for each in group.trajectories[0].conversations}
+    seeds = [derive_seed(talks["planner"].seed, "branch", number) for number in (1, 2)]
+    assert [talks["worker"].seed, talks["judge"].seed] == seeds
+    used = {seed for _, _, seed in (*first.sampled, *second.sampled)}
+    assert used == {each.seed for each in talks.values()}
 
 
 def test_a_run_without_credit_by_role_is_refused() -> None:

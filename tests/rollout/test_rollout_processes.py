@@ -130,6 +130,7 @@ def test_two_processes_of_which_one_is_killed_train_as_one_does(
     assert found[1] == found[0]
 
 
+@pytest.mark.costly
 def test_an_asynchronous_run_keeps_its_bound_and_stays_exact(
     model: Path, tmp_path: Path, servers: list[FakeVllm]
 ) -> None:

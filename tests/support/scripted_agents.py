@@ -17,7 +17,7 @@ import openai
 
 from tests.support.waits import LIMIT_S
 from unstale.envs.calculator import TOOL, calculate
-from unstale.envs.external import ExternalAgent
+from unstale.envs.external import ExternalAgent, role_url
 
 FUNCTION = TOOL["function"]
 OWN_TOOL = {
@@ -144,6 +144,20 @@ def in_a_process(base_url: str, task: str, seed: int, api_key: str) -> float:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return float(done.stdout)
+
+
+async def ask_as(base_url: str, api_key: str, role: str, *messages: Any) -> Any:
+    """Return the policy's answer in a role, as a message."""
+    from unstale.engines.http import Http  # it loads torch, which programs of clients do not need
+
+    client = Http(role_url(base_url, role), key=api_key)
+    body = {"model": "policy", "messages": messages}
+    answer = await client.call("POST", "/chat/completions", body)
+    return answer["choices"][0]["message"]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 async def patient(base_url: str, task: str, seed: int, api_key: str) -> float:

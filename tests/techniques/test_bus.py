@@ -169,6 +169,7 @@ def opens(logits: np.ndarray) -> float:
     return float(np.prod(weights[:, 0] / weights.sum(1)))
 
 
+@pytest.mark.costly
 def test_a_node_that_knows_nothing_learns_from_one_that_does(tmp_path: Path) -> None:
     shared, alone = [], []
     for seed in range(SEEDS):
@@ -200,6 +201,7 @@ def configure(model: Path, runs: Path, **values: Any) -> RunConfig:
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.costly
 def test_successes_of_an_earlier_run_are_loaded_and_rewarded_here(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model")
     first = session.train(configure(tmp_path / "model", tmp_path / "a"), console=quiet())

@@ -80,6 +80,7 @@ def train(model: Path, runs: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.costly
 def test_an_agent_that_sees_screenshots_has_all_parts_of_dart(tmp_path: Path) -> None:
     save_vision_model("smolvlm", tmp_path / "model", num_hidden_layers=2)
     first = train(tmp_path / "model", tmp_path / "a")
@@ -87,14 +88,17 @@ def test_an_agent_that_sees_screenshots_has_all_parts_of_dart(tmp_path: Path) ->
         "bus.load": str(first),
         "bus.number": 2,
         "objective.placed": "anchor",
+        "replay.rule": "uniform",  # the rule of the recipe needs a group that fails again
     }
-    techniques = "allocate limits bus top_turns"
+    techniques = "allocate limits bus replay top_turns"
     second = train(tmp_path / "model", tmp_path / "b", techniques=techniques, **changes)
     rows = list(session.Run(second, second).metrics)
     assert max(row["schedule/staleness_max"] for row in rows) > 0
     assert {row["old_logps/exact_share"] for row in rows} == {1.0}
     assert max(row["audit/logp_error_abs_mean"] for row in rows) < 1e-6
     assert max(row["trainer/grad_norm"] for row in rows) > 0
+    assert max(row["bus/episode_share"] for row in rows) > 0
+    assert sum(row["replay/groups"] for row in rows) > 0, "beside loaded and fresh episodes"
     with Journal.read(second) as journal:
         assert check(journal) == []
         episodes = [each.trajectory for each in journal.trajectories()]

@@ -80,6 +80,7 @@ def variance(sizes: Sequence[int], rates: Sequence[float]) -> float:
     return float(np.mean([p * (1 - p) / n for n, p in zip(sizes, rates, strict=True)]))
 
 
+@pytest.mark.costly
 def test_budgets_of_tasks_that_were_never_tried_follow_the_forecast() -> None:
     found: dict[str, list[tuple[float, float]]] = {"counts": [], "sampler": []}
     for seed in range(6):
@@ -167,6 +168,7 @@ def test_only_reference_tasks_are_used_and_every_fourth_group_is_on_one() -> Non
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.costly
 def test_a_run_reads_the_texts_of_its_pool_with_its_policy(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model")
     config = override(

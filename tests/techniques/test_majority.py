@@ -136,6 +136,7 @@ def train(least: float | None) -> tuple[float, float, float, list[float]]:
     return float(first), float(success.mean()), float((success < 0.01).mean()), one_answer
 
 
+@pytest.mark.costly
 def test_votes_raise_success_to_that_of_the_most_frequent_answers_and_then_it_collapses() -> None:
     first, with_labels, _, _ = train(None)
     _, by_votes, lost, one_answer = train(0.0)

@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from unstale.builders import build_old_logps
-from unstale.config import CorrectionConfig, OldLogpsConfig, RunConfig, TrainerConfig
+from unstale.config import (
+    CorrectionConfig,
+    ObjectiveConfig,
+    OldLogpsConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from unstale.config.algorithm import PlacedMode
 from unstale.config.checks import ConfigError
 from unstale.config.options import override
 from unstale.envs import ListedTasks
@@ -21,7 +28,9 @@ from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import (
     Batch,
     ContextPiece,
+    Fork,
     Group,
+    Placed,
     Provenance,
     Sampled,
     ScoredTrajectory,
@@ -204,13 +213,30 @@ def test_a_resumed_run_may_have_smaller_bounds() -> None:
         assert numbers(resumed) == wanted
 
 
-def a_trainer(*, route: str = "snapshot_old", replay: Replay | None = None) -> LocalTrainer:
+def with_foreign(fresh: FreshGroup) -> FreshGroup:
+    """Return a group with a further success, whose reply begins with two foreign tokens."""
+    first = fresh.group.trajectories[0]
+    prompt, said = first.pieces
+    text = Placed((5, 6), Provenance.FOREIGN)
+    fork = Fork(first.episode, len(prompt.tokens), (text,))
+    number = first.episode + 9
+    helped = replace(
+        first, pieces=(prompt, text, said), rewards={"r": 1.0}, episode=number, fork=fork
+    )
+    members = (*fresh.group.trajectories, helped)
+    return FreshGroup(replace(fresh.group, trajectories=members), fresh.task)
+
+
+def a_trainer(
+    *, route: str = "snapshot_old", replay: Replay | None = None, placed: PlacedMode = "mask"
+) -> LocalTrainer:
     """Return a trainer at version 0 that takes plain gradient steps with lr 0.1."""
     policy = tiny_policy(dtype="float64")
     config = RunConfig(
         recipe="",
         max_steps=10,
         correction=CorrectionConfig(mode="none" if route == "rollout" else "truncate"),
+        objective=ObjectiveConfig(placed=placed),
         trainer=TrainerConfig(optimizer="SGD", lr=0.1),
     )
     old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, 1.0, 64))
@@ -227,7 +253,8 @@ def learn(trainer: LocalTrainer, fresh: Sequence[FreshGroup], *, live: set[int])
     ]
     tasks = {each.group.task: each.task for each in fresh}
     taken = trainer.techniques.replayed(groups, 0, identify=tasks.__getitem__)
-    batch = concatenate([collate(scored, groups=groups), *taken])
+    placed = trainer.rules.objective.placed
+    batch = concatenate([collate(scored, groups=groups, placed=placed), *taken])
     for part in trainer.prepare(batch):
         trainer.backward(part)
         trainer.step()
@@ -273,8 +300,14 @@ def test_a_replayed_group_is_trained_on_without_the_weights_that_sampled_it() ->
     assert [each.number for each in replay.stored] == [0, 1]
 
 
-def test_its_gradient_is_that_of_the_same_tokens_with_kept_weights() -> None:
-    """The route that still has version 0 computes the same values and the same gradient."""
+@pytest.mark.parametrize("placed", ["mask", "anchor"])
+def test_its_gradient_is_that_of_the_same_tokens_with_kept_weights(placed: PlacedMode) -> None:
+    """The route that still has version 0 computes the same values and the same gradient.
+
+    With `anchor`, both groups also have an episode that begins with foreign text (as of `bus`). The
+    fresh one is trained on, and the stored one is left out.
+    """
+    extended = with_foreign if placed == "anchor" else lambda fresh: fresh
 
     def gradient(trainer: LocalTrainer, batch: Batch) -> Tensor:
         (part,) = trainer.prepare(batch)
@@ -283,17 +316,20 @@ def test_its_gradient_is_that_of_the_same_tokens_with_kept_weights() -> None:
 
     found = []
     for replay in (Replay(ReplayConfig(max_age=4)), None):
-        trainer = a_trainer(replay=replay)
-        learn(trainer, [group_of(0, [1, 0], version=0)], live={0, 1})
-        fresh = [group_of(1, [1, 0, 0], version=1)]
+        trainer = a_trainer(replay=replay, placed=placed)
+        learn(trainer, [extended(group_of(0, [1, 0], version=0))], live={0, 1})
+        fresh = [extended(group_of(1, [1, 0, 0], version=1))]
         both = fresh if replay else [*fresh, group_of(0, [1, 0], version=0)]
         groups = [each.group for each in both]
         scored = [
             ScoredTrajectory(one, (one.reward - 0.5,)) for g in groups for one in g.trajectories
         ]
-        batch = collate(scored, groups=groups)
+        batch = collate(scored, groups=groups, placed=placed)
         if replay:
-            batch = concatenate([batch, *replay.take(fresh, seed=0)])
+            (stored,) = replay.take(fresh, seed=0)
+            assert stored.num_sequences == 2 and stored.placed is None
+            batch = concatenate([batch, stored])
+        assert (batch.placed is not None) == (placed == "anchor")
         found.append(gradient(trainer, batch))
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-9)
 

@@ -242,6 +242,7 @@ def open_lock(seed: int, placed: Any, **options: Any) -> tuple[float, int]:
         ("anchor", False, 0.963, 5800),
     ],
 )
+@pytest.mark.costly(cases=2)
 def test_retries_open_the_lock_if_they_are_trained_on(
     placed: str, train_shared: bool, expected: float, tokens: int
 ) -> None:

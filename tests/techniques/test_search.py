@@ -176,6 +176,7 @@ def best_of(search: Search, fixes: Sequence[int], seed: int) -> float:
     return max(each.reward for each in nodes)
 
 
+@pytest.mark.costly
 def test_policies_with_different_skills_reach_more_in_a_common_tree(tmp_path: Path) -> None:
     """One repairs the even positions, the other one the odd ones."""
     found: dict[str, list[float]] = {"apart": [], "common": []}

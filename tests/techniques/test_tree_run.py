@@ -54,6 +54,7 @@ def require_plain(policy: Policy, trajectory: Trajectory) -> int:
 
 
 @pytest.mark.parametrize("branch", ["turn", "peaks", "entropy"])
+@pytest.mark.costly
 def test_the_own_tokens_of_a_fork_have_exact_old_log_probabilities(
     tmp_path: Path, branch: str
 ) -> None:

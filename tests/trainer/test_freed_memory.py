@@ -24,6 +24,7 @@ print(before, grown, resident_pages())
 """
 
 
+@pytest.mark.costly
 def test_a_process_that_has_grown_returns_freed_memory() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True

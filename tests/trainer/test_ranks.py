@@ -341,6 +341,7 @@ def score_in_context_groups(peers: RankGroup) -> Tensor:
     return score_by_the_shipped_policy(peers.in_context_groups(2))
 
 
+@pytest.mark.costly
 def test_ranks_with_one_key_head_each_score_as_one_process() -> None:
     """The exchange of one head is a view of values that may not have arrived."""
     alone = score_by_the_shipped_policy(SINGLE_PROCESS)

@@ -367,10 +367,7 @@ def build_rollout(
         )
     _require_credit_by_role(config, taskset)
     if config.deterministic:
-        raise ConfigError(
-            "deterministic must be false with an ExternalAgent: "
-            "a virtual clock does not wait for sockets"
-        )
+        _require_on_loop(config, taskset)
     try:
         from unstale.rollout.endpoint.agents import AgentRollout
         from unstale.rollout.endpoint.server import RecordingEndpoint
@@ -379,6 +376,23 @@ def build_rollout(
     except ModuleNotFoundError as error:
         raise ConfigError(f"an ExternalAgent needs {error.name}: {install('endpoint')}") from error
     return partial(AgentRollout, endpoint=endpoint, on_event=on_event)
+
+
+def _require_on_loop(config: RunConfig, taskset: Taskset) -> None:
+    """Raise `ConfigError` if an external agent's calls do not come from the run's event loop, or
+    are encrypted.
+    """
+    if isinstance(taskset, IsolatedTasks) or not cast(ExternalAgent, taskset).is_coroutine:
+        raise ConfigError(
+            "deterministic must be false with an ExternalAgent in a thread or another process: a "
+            "virtual clock does not wait for sockets. Make the agent an async function whose calls "
+            "are awaited, with task.isolate = none"
+        )
+    if config.endpoint.certificate:
+        raise ConfigError(
+            "deterministic must be false with endpoint.certificate: the agents of a deterministic "
+            "run are connected in memory"
+        )
 
 
 def _require_credit_by_role(config: RunConfig, taskset: Taskset) -> None:

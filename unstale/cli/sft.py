@@ -6,6 +6,7 @@ A reference is a conversation from a file, whose replies the policy learns.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from random import Random
@@ -36,6 +37,7 @@ from unstale.durability.console import Console
 from unstale.durability.run_folder import dumps
 from unstale.envs import HasTaskTools, implements
 from unstale.envs.dataset import DatasetConfig
+from unstale.envs.draft_edit import DraftEditConfig, mistaken
 from unstale.envs.references import Reference, load_references
 from unstale.envs.registry import build_taskset, preparing
 from unstale.model.policy import Policy
@@ -58,6 +60,8 @@ class SftOptions:
     beta: float = 0.0
     samples: int = 0
     batch: int = 32
+    mistakes: int = 0
+    """Largest number of mistakes in a draft that the policy learns to edit in place."""
 
     def __post_init__(self) -> None:
         if self.loss != "otr" and (self.beta, self.samples) != (0.0, 0):
@@ -116,9 +120,11 @@ def sft(
     policy = load_policy(config)
     chat = build_chat(config, policy.tokenizer, policy.ends, taskset)
     warn_of_hidden_tools(config, chat, taskset)
-    references = load_references(
-        data, chat, max_tokens=config.engine.max_context, own_tools=own_tools
-    )
+    limits: dict[str, Any] = {"max_tokens": config.engine.max_context, "own_tools": own_tools}
+    if options.mistakes:
+        request, random = _edit_request(config), Random(config.seed)
+        limits["read_as"] = partial(mistaken, request=request, most=options.mistakes, random=random)
+    references = load_references(data, chat, **limits)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -128,6 +134,12 @@ def sft(
     record = {"options": asdict(options), "data": str(data), "references": len(references)}
     (folder / RECORD).write_text(dumps({**record, "steps": [asdict(each) for each in figures]}))
     return figures
+
+
+def _edit_request(config: RunConfig) -> str:
+    if not isinstance(config.task, DraftEditConfig) or config.task.edits != "in_place":
+        raise ConfigError("--mistakes needs task.edit_request and task.edits = in_place")
+    return config.task.edit_request
 
 
 def require_plain(config: RunConfig, command: str) -> None:

@@ -465,6 +465,12 @@ def _push_to_hub(chosen: argparse.Namespace) -> int:
         help="for otr: tokens drawn at each position; default: 0, which takes the expectation",
     ),
     argument("--batch", type=COUNT, default=32, help="conversations in a step; default: 32"),
+    argument(
+        "--mistakes",
+        type=bounded(int, 0, 100),
+        default=0,
+        help="teach edits of drafts with up to so many mistakes; default: 0",
+    ),
 )
 def _sft(chosen: argparse.Namespace) -> int:
     from unstale.cli.trained import fetch_policy
@@ -474,7 +480,11 @@ def _sft(chosen: argparse.Namespace) -> int:
         from unstale.cli.sft import SftOptions, sft
 
     options = SftOptions(
-        loss=chosen.loss, beta=chosen.beta, samples=chosen.samples, batch=chosen.batch
+        loss=chosen.loss,
+        beta=chosen.beta,
+        samples=chosen.samples,
+        batch=chosen.batch,
+        mistakes=chosen.mistakes,
     )
     console = Console(soft_wrap=True)
     sft(config, chosen.data, chosen.folder, options, console=console)

@@ -15,7 +15,6 @@ REFUSED = {
     "distiller": "whose teacher scores sampled tokens only",
     "objective": "whose loss is that of sampled tokens",
     "ratio": "which needs the behavior_logp of every token",
-    "source": "which stores no source of placed text",
 }
 """Slots (kinds of techniques) that cannot be used if placed text has a loss, each with the
 reason.
@@ -83,6 +82,10 @@ def _guided_needs(config: "RunConfig") -> dict[str, tuple[bool, str]]:
         "correction.normalize = false": (
             not config.correction.normalize,
             "the mean weight is that of sampled tokens",
+        ),
+        "no technique that stores groups, such as replay": (
+            all(entry.slot != "source" for entry in chosen(config.techniques)),
+            "the weight of placed text beside stored groups is not known",
         ),
         "engine.keep_cache = false": (
             not config.engine.keep_cache,

@@ -3,17 +3,19 @@
 Deterministic runs use it. When no task can continue, the clock advances to the next timer. A call
 in another thread stops the loop until the call ends, and its result is delivered `WORK_S` virtual
 seconds later. In these virtual seconds, episodes continue, as they would beside a real trainer.
-Sockets do not work on this loop.
+Sockets do not work on this loop. A server of the loop and its clients are connected in memory.
 """
 
 import asyncio
 import logging
 import selectors
+import socket
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
+from unstale.durability.memory_transport import connect
 from unstale.envs import EnvError, guard
 from unstale.envs.guard import (
     OCCUPANCY,
@@ -60,6 +62,8 @@ class VirtualLoop(RunLoop):
 
     def __init__(self) -> None:
         self._now = 0.0
+        self._servers: dict[tuple[str, int], tuple[asyncio.Server, Callable[[], Any]]] = {}
+        """Address -> server, and the function that makes the protocol of a connection."""
         self._thread = UnjoinedThreads(1, thread_name_prefix="virtual")
         super().__init__(_JumpingSelector(self._jump))
 
@@ -80,6 +84,41 @@ class VirtualLoop(RunLoop):
         result: asyncio.Future[T] = self.create_future()
         self.call_later(WORK_S, _set_result, work, result)
         return result
+
+    async def create_server(  # type: ignore[override]
+        self,
+        protocol_factory: Callable[[], Any],
+        *address: Any,
+        sock: socket.socket,
+        **options: Any,
+    ) -> asyncio.Server:
+        """Serve clients of this loop. `sock` only reserves the address: it stops to listen, so that
+        clients in other threads and processes fail at once.
+        """
+        options |= {"sock": sock, "start_serving": False}
+        server = await super().create_server(protocol_factory, *address, **options)
+        self._servers[sock.getsockname()[:2]] = server, protocol_factory
+        sock.shutdown(socket.SHUT_RDWR)
+        return server
+
+    async def create_connection(  # type: ignore[override]
+        self,
+        protocol_factory: Callable[[], Any],
+        host: str | None = None,
+        port: int | None = None,
+        **options: Any,
+    ) -> tuple[asyncio.Transport, Any]:
+        """Connect a client to a server of this loop. Raises ConnectionRefusedError for any other
+        address.
+        """
+        found = self._servers.get((host or "", port or 0))
+        if found is None or not found[0].sockets or options.get("ssl"):
+            raise ConnectionRefusedError(
+                f"no connection to {host}, port {port}: in a deterministic run, code on the event "
+                "loop can only call the endpoint of the run"
+            )
+        server, make_protocol = found
+        return connect(self, protocol_factory(), make_protocol(), server.sockets[0])
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """Do nothing, because the default executor is never used.

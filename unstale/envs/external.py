@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unstale.envs import ListedTasks, Turn, read_rewards
-from unstale.envs.guard import call
+from unstale.envs.guard import call, is_coroutine
 from unstale.records import Task
 
 Rewards = float | Mapping[str, float]
@@ -64,6 +64,11 @@ class ExternalAgent(ListedTasks):
         self.timeout_s = timeout_s
         self._agent = agent
         self._slots = asyncio.Semaphore(concurrency)
+
+    @property
+    def is_coroutine(self) -> bool:
+        """True if the agent runs on the event loop, False if it runs in a thread."""
+        return is_coroutine(self._agent)
 
     def env(self, task: Task, seed: int) -> "ExternalEnv":
         return ExternalEnv(self._agent, self.data_of(task), seed, self._slots, self.timeout_s)

@@ -421,6 +421,11 @@ async def end_leftovers() -> None:
         abandon(task)
 
 
+def is_coroutine(function: Callable[..., Any]) -> bool:
+    """Return True for an `async` function, or an object that is called like one."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
 async def call(
     function: Callable[..., Any], *arguments: Any, thread: OwnThread | None = None
 ) -> Any:
@@ -429,9 +434,7 @@ async def call(
     A plain function runs in `thread`, by default in a new one. If the caller is cancelled during
     this, the `CancelledError` names the line that the function has reached.
     """
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        type(function).__call__
-    ):
+    if is_coroutine(function):
         return await function(*arguments)
     own = thread or OwnThread()
     loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
 """Conversations in a file, encoded as a run would record them, for supervised training."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from unstale.envs.strict_json import loads
 from unstale.pictures import read_data_url
 
 ROLES = ("system", "user", "assistant", "tool")
+Conversations = Callable[[Sequence[Message]], Iterable[tuple[Sequence[Message], Collection[int]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,12 @@ class Reference:
 
 
 def load_references(
-    path: Path | str, chat: Chat, *, max_tokens: int, own_tools: bool = False
+    path: Path | str,
+    chat: Chat,
+    *,
+    max_tokens: int,
+    own_tools: bool = False,
+    read_as: Conversations = lambda messages: [(messages, ())],
 ) -> list[Reference]:
     """Return the conversations of a JSONL, JSON or Parquet file.
 
@@ -37,7 +43,8 @@ def load_references(
     OpenAI's format. All replies of the assistant are trained on. A row may have `tools`, a list of
     schemas in OpenAI's format, in place of those of `chat`. With `own_tools`, every row must have
     them. Raises `ConfigError` with the row's place if a row cannot be encoded or has more than
-    `max_tokens` tokens.
+    `max_tokens` tokens. `read_as` returns the conversations that are learned from a row's messages,
+    each with the places of replies that are not trained on.
     """
     path = Path(path)
     if file_type(str(path)) not in FILES or not path.is_file():
@@ -47,25 +54,28 @@ def load_references(
         try:
             tools = read_tools(row, required=own_tools)
             form = chat if tools is None else chat.with_tools(tools)
-            reference = encode_conversation(form, read_messages(row))
+            found = [encode_conversation(form, *each) for each in read_as(read_messages(row))]
         except ValueError as error:
             raise ConfigError(f"{row.place}: {error}") from error
-        if len(reference.tokens) > max_tokens:
+        longest = max(len(reference.tokens) for reference in found)
+        if longest > max_tokens:
             raise ConfigError(
-                f"{row.place} has {len(reference.tokens)} tokens, more than "
+                f"{row.place} has {longest} tokens, more than "
                 f"engine.max_context = {max_tokens}; leave it out, or raise engine.max_context"
             )
-        references.append(reference)
+        references += found
     if not references:
         raise ConfigError(f"{path} has no rows")
     return references
 
 
-def encode_conversation(chat: Chat, messages: Sequence[Message]) -> Reference:
+def encode_conversation(
+    chat: Chat, messages: Sequence[Message], shown: Collection[int] = ()
+) -> Reference:
     """Return a conversation as the tokens that a run would have recorded.
 
-    Raises ValueError if it does not begin with a prompt and end with a reply, or if the chat
-    template cannot write a reply.
+    Replies at the places `shown` of `messages` are not trained on. Raises ValueError if it does not
+    begin with a prompt and end with a reply, or if the chat template cannot write a reply.
     """
     places = [place for place, message in enumerate(messages) if message.role == "assistant"]
     if not places or places[0] == 0 or places[-1] != len(messages) - 1:
@@ -76,7 +86,7 @@ def encode_conversation(chat: Chat, messages: Sequence[Message]) -> Reference:
         between = messages[place + 1 : following]
         reply = chat.encode_reply(messages[place], between)
         tokens += reply
-        replies += [True] * len(reply)
+        replies += [place not in shown] * len(reply)
         if following == len(messages):
             break
         if not between:

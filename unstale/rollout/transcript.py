@@ -8,6 +8,7 @@ again. If it does not, the episode starts from its beginning.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any, Protocol
 
 from unstale.engines.prefixes import EpisodeTokens
@@ -157,11 +158,14 @@ class Transcript:
         """Begin and return a branch: a further conversation, with a sampling seed of its own.
 
         The journal records it as episode number `episode`. `record` is its record from before a
-        resume.
+        resume, with its seed. Branches without a reply have no record, so the seed of a new branch
+        is the first that no other branch has.
         """
+        used = {branch.seed for branch in self.branches}
+        seeds = (derive_seed(self.seed, "branch", number) for number in count(1))
         branch = Transcript(
             episode,
-            derive_seed(self.seed, "branch", len(self.branches) + 1),
+            record.seed if record else next(seed for seed in seeds if seed not in used),
             self._open_writer,
             record=record,
             on_piece=self._on_piece,

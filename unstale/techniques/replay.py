@@ -7,7 +7,8 @@ stored groups whose task is not in the batch, each with the same probability. It
 (arXiv 2506.05316). The rule `failed` adds the stored group of a task whose fresh groups have no
 success, the newest if there are too many. It is from DART (arXiv 2509.23866), whose store has
 single successes: set `episodes` to `successes`. Advantages are computed within the stored group,
-without the fresh failures: a choice of our own.
+without the fresh failures: a choice of our own. Episodes with placed text are not stored, because
+it has no old log-probability. A technique such as `bus`, which places it, places it again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from unstale.config.checks import ConfigError, PositiveInt, Range, Section
 from unstale.config.techniques import Entry
 from unstale.kept_sets import KeptSets, join
-from unstale.records import Batch, Provenance, StoredLogps
+from unstale.records import Batch, Placed, Provenance, StoredLogps, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +96,7 @@ class Replay:
                 sequences.setdefault(number, []).append(i)
         self._offered = []
         for each in fresh:
-            main = each.group.trajectories
+            main = [one for one in each.group.trajectories if not _has_placed(one)]
             successes = [one for one in main if one.success]
             kept = {
                 conversation.episode
@@ -166,13 +167,18 @@ _SMALL = {"tokens": "int32", "version": "int32", "turn": "int32", "provenance": 
 """Types in which columns of a stored batch are saved, to take a third of the memory."""
 
 
+def _has_placed(episode: Trajectory) -> bool:
+    pieces = [piece for one in episode.conversations for piece in one.pieces]
+    return any(isinstance(piece, Placed) for piece in pieces)
+
+
 def _compact(batch: Batch) -> Batch:
     import torch
 
     small = {name: getattr(batch, name).to(getattr(torch, kind)) for name, kind in _SMALL.items()}
     replayed = torch.full_like(small["provenance"], int(Provenance.REPLAYED))
     small["provenance"] = torch.where(batch.sampled, replayed, small["provenance"])
-    return replace(batch, **small)
+    return replace(batch, placed=None, **small)
 
 
 def _expand(batch: Batch) -> Batch:

@@ -33,21 +33,26 @@ from unstale.records import ContextPiece, Piece, Sampled, ScoredTrajectory, Task
 
 
 def tiny_policy(
-    *, seed: int = 0, dtype: str = "float32", lora: Lora | None = None, experts: int = 0
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    lora: Lora | None = None,
+    experts: int = 0,
+    num_words: int = 64,
 ) -> Policy:
-    """Return a small random Qwen3 model with 64 words, on the CPU.
+    """Return a small random Qwen3 model with `num_words` words, on the CPU.
 
     The model's distribution over words is not uniform. With `experts`, it is a Qwen3-MoE with so
     many experts in each layer, of which each token uses two. The values of a sequence then do not
     depend on other sequences of the pass.
     """
-    words = {f"w{i}": i for i in range(64)}
+    words = {f"w{i}": i for i in range(num_words)}
     inner = Tokenizer(WordLevel(words, unk_token="w0"))
     inner.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w1")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     shape: dict[str, Any] = {
-        "vocab_size": 64,
+        "vocab_size": num_words,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,

@@ -30,6 +30,7 @@ COLUMNS = (
     Column("group_number", "number", "number of its group of siblings"),
     Column("sibling", "number", "its place in the group"),
     Column("task", "text", "environment, split and index of the task"),
+    Column("role", "text", "role of the policy in this conversation, if its tasks have several"),
     Column("outcome", "text", "trained, waiting, failed, restarted or open"),
     Column("stop", "text", "why it ended"),
     Column("reward", "number", "sum of its rewards"),
@@ -51,7 +52,7 @@ COLUMNS = (
     Column("behavior_logp_min", "number", "smallest behavior_logp of a sampled token", "nats"),
 )
 """Columns of the table of episodes. A column by which many episodes are sorted gets a database
-index when it is first needed, so that the next page is read without sorting. Keeping all 21 indexes
+index when it is first needed, so that the next page is read without sorting. Keeping all 22 indexes
 would take as long as reading the episodes of a live run.
 """
 

@@ -177,11 +177,12 @@ def examples(database: Database) -> list[Row]:
     ):
         for success in (1, 0):
             rows = database.rows(
-                "SELECT episode, step, reward, versions, task FROM episodes WHERE success = ? "
+                "SELECT episode, step, reward, versions, task, role FROM episodes "
+                "WHERE success = ? "
                 f"AND step BETWEEN ? AND ? ORDER BY min(versions, 2) DESC, step {order} LIMIT 1",
                 (success, low, high),
             )
-            for episode, step, reward, versions, task in rows:
+            for episode, step, reward, versions, task, role in rows:
                 found.append(
                     {
                         "why": f"{when} {'success' if success else 'failure'}",
@@ -189,7 +190,7 @@ def examples(database: Database) -> list[Row]:
                         "step": step,
                         "reward": reward,
                         "versions": versions,
-                        "task": task,
+                        "task": f"{task}, {role}" if role else task,
                     }
                 )
     return found

@@ -336,8 +336,9 @@ class RunIndex:
             self._restart(self._inode)
         self.num_started = started
         new = journal.rows(
-            "SELECT e.episode, number, sibling, e.seed, env, split, task FROM episodes e "
-            "JOIN groups USING (number) WHERE e.episode > ? ORDER BY e.episode LIMIT ?",
+            "SELECT e.episode, number, sibling, e.seed, role, env, split, task FROM episodes e "
+            "JOIN groups USING (number) LEFT JOIN roles USING (episode) "
+            "WHERE e.episode > ? ORDER BY e.episode LIMIT ?",
             self._last_episode,
             0 if self._has_backlog else CHUNK_EPISODES,
         )
@@ -493,16 +494,16 @@ def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
 
     A further attempt at an episode has the same seed. A branch (further conversation) has another.
     """
-    episode, group, sibling, seed, env, split, task = row
+    episode, group, sibling, seed, role, env, split, task = row
     first = writer.execute(
         "SELECT seed FROM episodes WHERE group_number = ? AND sibling = ? ORDER BY episode LIMIT 1",
         (group, sibling),
     ).fetchone()
     is_branch = first is not None and first[0] != seed
     writer.execute(
-        "INSERT INTO episodes (episode, group_number, sibling, task, outcome, seed, is_branch) "
-        "VALUES (?, ?, ?, ?, 'open', ?, ?)",
-        (episode, group, sibling, f"{env}/{split}/{task}", seed, is_branch),
+        "INSERT INTO episodes (episode, group_number, sibling, task, role, outcome, seed, "
+        "is_branch) VALUES (?, ?, ?, ?, ?, 'open', ?, ?)",
+        (episode, group, sibling, f"{env}/{split}/{task}", role, seed, is_branch),
     )
 
 

@@ -70,6 +70,7 @@ def episode(
         recorded = _read(journal, row, step)
     if recorded.training:
         recorded = replace(recorded, training=limits.of_training(index.folder, recorded.training))
+    row["conversations"] = _conversations(index, row)
     return row | recorded.shown(_decoder(index), start=start, limit=limit)
 
 
@@ -192,6 +193,16 @@ def _row(index: RunIndex, number: int) -> Row:
         "SELECT name, value FROM figures WHERE episode = ? ORDER BY name", (number,)
     )
     return as_row(rows[0], names) | {"figures": dict(figures)}
+
+
+def _conversations(index: RunIndex, row: Row) -> list[Row]:
+    """Return number and role of each conversation of an episode in which the policy has roles."""
+    rows = index.database.rows(
+        "SELECT episode, role FROM episodes WHERE group_number = ? AND sibling = ? AND outcome = ? "
+        "AND role IS NOT NULL ORDER BY episode LIMIT ?",
+        (row["group_number"], row["sibling"], row["outcome"], MAX_SIBLINGS),
+    )
+    return [{"episode": number, "role": role} for number, role in rows]
 
 
 def _missing(index: RunIndex, what: str) -> UnknownEpisode | NotYet:

@@ -79,11 +79,21 @@ def conversation(stored: StoredEpisode, decode: Decode) -> dict[str, Any]:
         "reward": trajectory.reward,
         "success": trajectory.success,
         "stop": trajectory.stop,
+        **role_columns(trajectory),
         **fork_columns(trajectory),
         "versions": sorted(trajectory.versions),
         "num_tokens": len(trajectory),
         "turns": _turns(trajectory.pieces, decode),
     }
+
+
+def role_columns(trajectory: Trajectory) -> dict[str, Any]:
+    """Return an export's columns about the policy's role: `role`, and its reward `role_reward`.
+
+    They are None if the tasks have no roles.
+    """
+    role = trajectory.role or None
+    return {"role": role, "role_reward": trajectory.role_reward if role else None}
 
 
 def fork_columns(trajectory: Trajectory) -> dict[str, int | None]:

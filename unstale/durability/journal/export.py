@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from unstale.config import ConfigError, install
-from unstale.durability.journal.conversations import Decode, conversation, fork_columns
+from unstale.durability.journal.conversations import (
+    Decode,
+    conversation,
+    fork_columns,
+    role_columns,
+)
 from unstale.durability.journal.reader import JournalReader, StoredEpisode
 from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row, dumps
@@ -119,6 +124,7 @@ def token_row(episode: StoredEpisode) -> Row:
         "reward": trajectory.reward,
         "success": trajectory.success,
         "stop": trajectory.stop,
+        **role_columns(trajectory),
         **fork_columns(trajectory),
         "turns": trajectory.num_turns,
         "token": list(trajectory.tokens),
@@ -173,6 +179,8 @@ def parquet_schema(pyarrow: Any, content: Content, *, with_values: bool) -> Any:
         "reward": number,
         "success": pyarrow.bool_(),
         "stop": text,
+        "role": text,
+        "role_reward": number,
         "parent": integer,
         "forked_at": integer,
     }

@@ -712,10 +712,10 @@ class JournalReader:
             "SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode
         )
         branches = []
-        for branch, is_finished in self._branches(episode):
+        for branch, is_finished, seed in self._branches(episode):
             end = self.episode(branch).trajectory if is_finished else None
             role = self._role(branch)
-            branches.append(EpisodeRecord(branch, self.pieces(branch), end, role=role))
+            branches.append(EpisodeRecord(branch, self.pieces(branch), end, role=role, seed=seed))
         pieces = self.pieces(episode)
         return EpisodeRecord(
             episode=episode,
@@ -727,14 +727,14 @@ class JournalReader:
             fork=self.fork(episode, pieces),
         )
 
-    def _branches(self, episode: int) -> list[tuple[int, bool]]:
-        """Return `(episode number, ended)` of the further conversations of an episode's last
+    def _branches(self, episode: int) -> list[tuple[int, bool, int]]:
+        """Return `(episode number, ended, seed)` of the further conversations of an episode's last
         attempt.
 
         An agent begins a further conversation when it edits its history or starts a sub-agent.
         """
         return self.rows(
-            """SELECT more.episode, t.episode IS NOT NULL
+            """SELECT more.episode, t.episode IS NOT NULL, more.seed
             FROM episodes JOIN episodes more USING (number, sibling)
             LEFT JOIN trajectories t ON t.episode = more.episode
             WHERE episodes.episode = ? AND more.episode > episodes.episode ORDER BY more.episode""",
@@ -753,7 +753,7 @@ class JournalReader:
         if not self.rows("SELECT 1 FROM trajectories WHERE episode = ?", episode):
             return None
         branches = self._branches(episode)
-        ended = tuple(self.episode(branch).trajectory for branch, done in branches if done)
+        ended = tuple(self.episode(branch).trajectory for branch, done, _ in branches if done)
         return replace(self.episode(episode).trajectory, branches=ended).led()
 
     @contextmanager

@@ -106,9 +106,9 @@ def dart(**changes: Any) -> RunConfig:
 
     The techniques are allocate (fewer episodes where results are clear), limits (episodes at most
     as long as the task's longest past success), replay (only where every new episode failed) and
-    top_turns (only the turns of highest entropy). The weight D is truncated. Instead of replay,
-    `bus` can load successes of an earlier run of this recipe. The desk and the model are those of
-    `retail`: replace both. The techniques have not been measured together, so no result is
+    top_turns (only the turns of highest entropy). The weight D is truncated. With the technique
+    `bus`, successes of an earlier run of this recipe are loaded, too. The desk and the model are
+    those of `retail`: replace both. The techniques have not been measured together, so no result is
     promised.
     """
     config = retail(

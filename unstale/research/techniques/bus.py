@@ -12,7 +12,8 @@ successes with one reply there, and encodes the others' with its own tokenizer. 
 sampling). Or they are the successes of an earlier run `load` with the same policy and tasks, with
 all their turns, whose observations the environment must repeat. With `when` = failed, texts of
 `load` are used only in groups without a success. From DART, which keeps successes collected in
-advance for tasks that always fail. An allocator's number of episodes includes those with foreign
+advance for tasks that always fail, beside those of the run (technique `replay`, which stores only
+episodes without foreign text). An allocator's number of episodes includes those with foreign
 text. A technique's limit of turns does not hold for them.
 """
 
@@ -59,7 +60,6 @@ REFUSED = {
     "estimator": "which computes the advantages, too",
     "ratio": "which is computed over whole sequences",
     "recredit": "which compares turns, and foreign text begins some of them",
-    "source": "which stores single episodes",
 }
 """Slots whose techniques cannot be used with foreign text, and the reason."""
 

@@ -128,16 +128,15 @@ ROWS: Sequence[Row] = (
         "--techniques baseline --baseline.centre median --baseline.scale mad "
         "--schedule.group_size 9",
     ),
-    _partly(
+    _works(
         11,
         "DART",
-        "decoupled modules, varying counts, entropy steps",
+        "decoupled modules, varying counts, entropy steps, also for agents that see screenshots",
         "the recipe dart: allocate has varying counts, limits the lengths, replay stored "
         "successes, top_turns the steps of high entropy, and the ratio is truncated; --techniques "
-        "'allocate limits bus top_turns' --bus.load RUN --bus.when failed --objective.placed "
-        "anchor has successes collected before the run instead of stored ones",
-        "Successes from before the run cannot be used together with stored ones, and on "
-        "screenshots only a tiny model was trained.",
+        "'allocate limits bus replay top_turns' --bus.load RUN --bus.when failed "
+        "--objective.placed anchor adds successes collected before the run; a policy that reads "
+        "pictures sees screenshots",
     ),
     _works(
         12,
@@ -392,12 +391,13 @@ ROWS: Sequence[Row] = (
         "model; --techniques 'segments tool_bonus' has the segments, the limits that grow and the "
         "bonus; --engine.load_tokens is the routing",
     ),
-    _partly(
+    _works(
         48,
-        "ReflectDrive-2",
-        "one reward for draft and edit",
-        "--task.edit_request of dataset and synthesis: the edit is rewarded, both are trained",
-        "The edit is a second reply; edits within a text, by masked diffusion, are missing.",
+        "ReflectDrive-2, arXiv 2605.04647",
+        "changes in a draft, learned from mistakes; then one reward for draft and edit",
+        "--task.edit_request TEXT --task.edits in_place of dataset and synthesis: with unstale sft "
+        "--mistakes 2 right replies with mistakes are edited, and then only the edited draft is "
+        "rewarded, and both replies are trained. Replies replace the decoding by masked diffusion",
     ),
     _partly(
         49,

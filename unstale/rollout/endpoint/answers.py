@@ -232,9 +232,12 @@ class AnswerResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
 
         async def send_events(events: Iterable[Fields]) -> None:
+            text = ""
             for event in events:
                 name = f"event: {event['type']}\n" if "type" in event else ""
-                await _send_text(send, f"{name}data: {json.dumps(event)}\n\n")
+                text += f"{name}data: {json.dumps(event)}\n\n"
+            if text:
+                await _send_text(send, text)
 
         await send_events(form.begin(self._request))
         item = first

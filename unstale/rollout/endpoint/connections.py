@@ -80,7 +80,8 @@ class LimitedServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for each in sockets or ():
-            each.listen(BACKLOG)
+            if all(server.is_serving() for server in self.servers):  # else clients are in memory
+                each.listen(BACKLOG)
 
 
 def bearer(token: str) -> Admits:

@@ -46,6 +46,14 @@ class HistoryMessage:
         content = [self.message.role, self.message.content, calls, *images]
         return json.dumps(content, sort_keys=True, default=dict)
 
+    def without_files(self) -> "HistoryMessage":
+        """Return a message that compares like this one, but does not hold the files of pictures."""
+        if not self.message.images:
+            return self
+        kept = replace(self, message=replace(self.message, images=()))
+        vars(kept)["key"] = self.key
+        return kept
+
 
 History = tuple[HistoryMessage, ...] | str | tuple[int, ...]
 """The prompt of a request: messages, a text, or token ids."""
@@ -208,6 +216,9 @@ class Conversation:
             raise Unanswerable("the last message is the assistant's: there is nothing to answer")
         shared = match.branch.exchanges[: match.exchanges] if match else []
         context = self._render(call, prompt, shared[-1] if shared else None)
+        if call.is_chat:
+            messages = (each for each in prompt if isinstance(each, HistoryMessage))
+            prompt = tuple(each.without_files() for each in messages)
         if match and not match.difference:
             branch = match.branch
             branch.exchanges.append(Exchange(prompt, len(branch.pieces) + len(context)))

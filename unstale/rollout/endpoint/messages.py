@@ -144,12 +144,13 @@ def _read_message(
     """
     if not isinstance(record, dict):
         raise Refused(f"{path} is not an object", param=path)
-    role = record.get("role")
+    role: Any = record.get("role")
     if not isinstance(role, str) or role not in TURNS:
         raise Refused(f"{path}.role must be {', '.join(TURNS)}", param=f"{path}.role")
     require(record, TURNS[role], path)
-    content = record["content"]
-    blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    blocks = record["content"]
+    if isinstance(blocks, str):
+        return [SentMessage(HistoryMessage(Message(role, blocks)), path)]
     _require_blocks(blocks, BLOCKS[role], f"{path}.content")
     text, images = _read_content(blocks, f"{path}.content")
     if role == "assistant":
@@ -167,8 +168,7 @@ def _read_message(
         if block["type"] == "tool_result"
     ]
     if len(sent) < len(blocks):
-        of_user = Message("system" if role == "system" else "user", text, images=images)
-        sent.append(SentMessage(HistoryMessage(of_user), path))
+        sent.append(SentMessage(HistoryMessage(Message(role, text, images=images)), path))
     return sent
 
 

@@ -14,7 +14,14 @@ from unstale.config import EndpointConfig
 from unstale.envs.chat import Chat
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.answers import ChatFormat, Fields
-from unstale.rollout.endpoint.schemas import ITEMS, RESPONSE, Refused, is_json_format, require
+from unstale.rollout.endpoint.schemas import (
+    ITEMS,
+    RESPONSE,
+    SENT_TEXT,
+    Refused,
+    is_json_format,
+    require,
+)
 from unstale.rollout.endpoint.wire import STRICT, Choice, CompletionRequest
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -27,13 +34,14 @@ _SAME_IN_CHAT = (
     "tool_choice",
     "parallel_tool_calls",
 )
-_MESSAGE = re.compile(r"messages\[(\d+)\](?:\.tool_calls(?:\[(\d+)\])?)?")
-"""Pattern of the path of a message or tool call in errors about chat requests."""
+_MESSAGE = re.compile(r"messages\[(\d+)\](\.content)?(?:\.tool_calls(?:\[(\d+)\])?)?")
+"""Pattern of the path of a message, its content or a tool call in errors about chat requests."""
 _CHAT_TERMS = {
     "A message of role tool with the tool_call_id": "A function_call_output with the call_id",
     "tool_call_id": "call_id",
     "max_completion_tokens": "max_output_tokens",
     ".function.": ".",
+    ".image_url.url": ".image_url",
 }
 """Term in an error about a chat request -> term of the Responses API."""
 
@@ -75,6 +83,8 @@ class _Fields:
     """
     of_calls: dict[int, list[str]] = field(default_factory=dict)
     """Index of a message with tool calls -> path of each call, such as `input[3]`."""
+    of_results: set[str] = field(default_factory=set)
+    """The paths of results of tool calls."""
 
     def rename(self, text: str) -> str:
         """Return the text of an error about the chat request, in terms of the Responses request."""
@@ -83,10 +93,12 @@ class _Fields:
         return _MESSAGE.sub(self._own, text)
 
     def _own(self, found: re.Match[str]) -> str:
-        index, call = found.groups()
+        index, content, call = found.groups()
         try:
             own = self.of_message if call is None else self.of_calls[int(index)]
-            return own[int(call or index)]
+            path = own[int(call or index)]
+            is_output = content and path in self.of_results
+            return path + (".output" if is_output else content or "")
         except LookupError:  # a text of the client, such as an id
             return found.group()
 
@@ -110,6 +122,8 @@ def _as_chat(body: Mapping[str, Any]) -> tuple[dict[str, Any], _Fields]:
         _add_item(messages, item, path)
         if len(messages) > len(fields.of_message):
             fields.of_message.append(path)
+        if item.get("type") == "function_call_output":
+            fields.of_results.add(path)
         if item.get("type") == "function_call":
             fields.of_calls.setdefault(len(messages) - 1, []).append(path)
     _merge_instructions(messages, fields)
@@ -156,7 +170,12 @@ def _add_item(messages: list[dict[str, Any]], item: Any, path: str) -> None:
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     match kind:
         case "message":
-            content = _text(item["content"])
+            content = item["content"]
+            if item["role"] == "user":
+                content = _parts(content)
+            else:
+                require(content, SENT_TEXT, f"{path}.content")
+                content = _text(content)
             if item["role"] == "assistant" and last and not {"content", "tool_calls"} & set(last):
                 last["content"] = content
             else:
@@ -173,12 +192,24 @@ def _add_item(messages: list[dict[str, Any]], item: Any, path: str) -> None:
                 {"id": item["call_id"], "type": "function", "function": function}
             )
         case "function_call_output":
-            content = _text(item["output"])
+            content = _parts(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
 
 
 def _text(content: str | Sequence[Mapping[str, str]]) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _parts(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a content, which may have pictures, as that of a chat message."""
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+        if part["type"] == "input_image"
+        else {"type": "text", "text": part.get("text")}
+        for part in content
+    ]
 
 
 class ResponseFormat(ChatFormat):

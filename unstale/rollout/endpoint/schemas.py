@@ -212,12 +212,20 @@ COMPLETION = _object(
 )
 """The schema of the body of a request to `/v1/completions`."""
 
+_SENT_KINDS = ("input_text", "output_text", "text")
 _SENT_PART = _object(
-    ("type", "text"),
-    type=_only("only text is supported", "input_text", "output_text", "text"),
-    text=_STRING,
+    ("type", "text"), type=_only("only text is supported", *_SENT_KINDS), text=_STRING
 )
-_SENT_TEXT = _any_of("a string or a list of parts with text", _STRING, _list(_SENT_PART, "parts"))
+SENT_TEXT = _any_of("a string or a list of parts with text", _STRING, _list(_SENT_PART, "parts"))
+"""The schema of content in an input item of `/v1/responses` that can have no pictures."""
+_SENT_PICTURE_PART = _object(
+    ("type",),
+    type=_only("only text and input_image are supported", *_SENT_KINDS, "input_image"),
+    text=_STRING,
+    image_url=_STRING,
+    file_id=_only("the endpoint keeps no files: send a data URL in image_url", None),
+)
+_SENT_CONTENT = _any_of("a string or a list of parts", _STRING, _list(_SENT_PICTURE_PART, "parts"))
 _THOUGHTS = _list(_object(("text",), text=_STRING), "a list of parts with text")
 
 
@@ -239,7 +247,7 @@ ITEMS: Mapping[str, Schema] = {
         "role",
         "content",
         role=_only("there is no such role", "system", "developer", "user", "assistant"),
-        content=_SENT_TEXT,
+        content=_SENT_CONTENT,
         phase=_ANY,
     ),
     "reasoning": _item("reasoning", summary=_THOUGHTS, content=_THOUGHTS, encrypted_content=_ANY),
@@ -253,7 +261,7 @@ ITEMS: Mapping[str, Schema] = {
         call_id=_NOT_EMPTY,
     ),
     "function_call_output": _item(
-        "function_call_output", "output", "call_id", output=_SENT_TEXT, call_id=_NOT_EMPTY
+        "function_call_output", "output", "call_id", output=_SENT_CONTENT, call_id=_NOT_EMPTY
     ),
 }
 """Type of an input item of `/v1/responses` -> schema of the item."""
@@ -570,7 +578,10 @@ def _matches(value: Any, schema: Schema) -> bool:
     The alternatives of `anyOf` are checked completely.
     """
     if "anyOf" in schema:
-        return any(_matches_deeply(value, each) for each in schema["anyOf"])
+        # The quick check first: it makes no error with a text.
+        return any(
+            _matches(value, each) and _matches_deeply(value, each) for each in schema["anyOf"]
+        )
     if "enum" in schema:
         is_flag = isinstance(value, bool)
         return any(value == each and is_flag == isinstance(each, bool) for each in schema["enum"])

@@ -136,7 +136,7 @@ class RecordingEndpoint:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None and self._serving is not None
-        self._server.should_exit = True
+        self._server.ended.set()
         await self._serving
         self._server = None
 
@@ -258,7 +258,15 @@ class RecordingEndpoint:
 
 
 class _Server(LimitedServer):
-    """A server that leaves signals to the program."""
+    """A server that runs until `ended`, and leaves signals to the program."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.ended = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Wait without a timer, with which a virtual clock would never see a deadlock."""
+        await self.ended.wait()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -90,20 +90,23 @@ export function episodes(content, { run }, query) {
   function row(each) {
     const link = { episode: `${toRun(run)}/episode/${each.episode}`, group_number: `${toRun(run)}/group/${each.group_number}` };
     const about = Object.entries(each.figures).map(([name, value]) => `${name} ${cell("", value)}`).join("\n");
-    return h("tr", { title: [each.note, about].filter(Boolean).join("\n") }, shownColumns.map((name) => {
+    return h("tr", { title: [each.note, about].filter(Boolean).join("\n") }, names().map((name) => {
       const text = cell(name, name.includes(":") ? each.figures[name] : each[name]);
       const kind = name === "success" && text ? (each.success ? "won" : "lost") : name === "outcome" && each.outcome === "damaged" ? "lost" : undefined;
       return h("td", { class: kind }, link[name] ? h("a", { href: link[name] }, text) : text);
     }));
   }
 
+  // The usual columns, with the role if the policy has several.
+  const names = () => (shownColumns === USUAL && rows.some((each) => each.role) ? USUAL.toSpliced(3, 0, "role") : shownColumns);
+
   // Draw the table from the newest answer. The button that has the focus keeps it.
   function draw() {
-    const now = JSON.stringify([rows, shownColumns]);
+    const now = JSON.stringify([rows, names()]);
     if (now !== shown) replace(body, rows.map(row));
     shown = now;
     const focused = head.contains(document.activeElement) ? [...head.querySelectorAll("button")].indexOf(document.activeElement) : -1;
-    replace(head, shownColumns.map(heading));
+    replace(head, names().map(heading));
     if (focused >= 0) head.querySelectorAll("button")[focused]?.focus();
   }
 

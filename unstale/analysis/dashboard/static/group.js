@@ -16,7 +16,7 @@ export function group(content, at) {
     const link = `${toRun(at.run)}/episode/${member.episode}`;
     const head = h("div", { class: "bar" }, h("h2", {}, h("a", { href: link }, `episode ${member.episode}`)), h("span", { class: `badge ${member.success ? "good" : member.success === 0 ? "bad" : ""}` }, member.reward === undefined ? member.outcome : `reward ${amount(member.reward)}`));
     const facts = ["outcome", "stop", "turns", "sampled_tokens", "lag_max"].filter((name) => member[name] !== undefined).map((name) => `${name.replace("_", " ")} ${cell(name, member[name])}`).join(" · ");
-    const about = [h("p", { class: "quiet" }, `sibling ${member.sibling}${member.is_branch ? ", a branch" : ""} · ${facts}`), h("p", { class: "quiet" }, member.advantage === undefined ? null : `advantage ${amount(member.advantage)}`)];
+    const about = [h("p", { class: "quiet" }, `sibling ${member.sibling}${member.role ? `, ${member.role}` : member.is_branch ? ", a branch" : ""} · ${facts}`), h("p", { class: "quiet" }, member.advantage === undefined ? null : `advantage ${amount(member.advantage)}`)];
     if (!member.pieces) return h("article", { class: "card" }, head, about, problem(member.problem));
     const all = flat(member);
     const around = windowOf(member);
