@@ -7,15 +7,15 @@ handshakes and requests end no call of an agent.
 import asyncio
 import json
 import os
-import shutil
 import socket
 import ssl
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,14 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from tests.rollout.test_endpoint import ASK, talker
-from tests.rollout.test_external import World, whole
+from tests.rollout.test_endpoint import ASK, BEGIN, rest_of, talker
+from tests.rollout.test_external import CALL, CHAT, World, own_logp, whole
 from tests.support.certificates import make_certificate, trusting
+from tests.support.networks import Network, another_network
+from tests.support.scripted_agents import with_anthropic, with_litellm, with_sdk
 from tests.support.waits import LIMIT_S
 from unstale.config import ConfigError, EndpointConfig
+from unstale.engines import SamplingParams
 from unstale.rollout.endpoint import connections
 from unstale.rollout.endpoint.server import RecordingEndpoint
 
@@ -37,15 +40,19 @@ MESSAGE = {**ASK, "max_tokens": 16}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return make_certificate(tmp_path_factory.mktemp("tls"), "127.0.0.1", "10.231.77.1")
+    return make_certificate(tmp_path_factory.mktemp("tls"), "127.0.0.1")
+
+
+def bound_endpoint(files: tuple[str, str], **options: Any) -> RecordingEndpoint:
+    certificate, key = files
+    config = {**OUTSIDE, "certificate": certificate, "certificate_key": key, **options}
+    return RecordingEndpoint(EndpointConfig(**config))
 
 
 def bound(files: tuple[str, str], **options: Any) -> World:
     """Return a world whose endpoint listens on all addresses, with TLS."""
-    certificate, key = files
     world = World(talker, max_turns=999)
-    config = {**OUTSIDE, "certificate": certificate, "certificate_key": key, **options}
-    world.endpoint = RecordingEndpoint(EndpointConfig(**config))
+    world.endpoint = bound_endpoint(files, **options)
     return world
 
 
@@ -260,87 +267,94 @@ def test_a_client_that_never_ends_its_handshake_is_closed(
     play(bound(files), act)
 
 
-ASKED = [{"role": "user", "content": "one"}]
-AGENTS = {
-    "urllib": f"""
-import json, os, ssl, urllib.error, urllib.request
-body = json.dumps({{"max_tokens": 64, "messages": {ASKED}}}).encode()
-context = ssl.create_default_context(cafile=os.environ["SSL_CERT_FILE"])
-for key in ("no", api_key):
-    request = urllib.request.Request(f"{{base_url}}/messages", body, {{"x-api-key": key}})
-    try:
-        with urllib.request.urlopen(request, context=context, timeout=60) as answer:
-            print(json.load(answer)["content"][0]["text"])
-    except urllib.error.HTTPError as error:
-        assert error.code == 401
-""",
-    "openai": f"""
-import openai
-client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-answer = client.chat.completions.create(model="policy", messages={ASKED})
-print(answer.choices[0].message.content)
-""",
-    "anthropic": f"""
-import anthropic
-client = anthropic.Anthropic(base_url=base_url, api_key=api_key, max_retries=0)
-with client.messages.stream(model="policy", max_tokens=64, messages={ASKED}) as stream:
-    print(stream.get_final_message().content[0].text)
-""",
-    "litellm": f"""
-import litellm
-answer = litellm.completion(
-    "anthropic/policy", api_base=base_url, api_key=api_key, messages={ASKED}, max_tokens=64
+class Strangers:
+    """Clients without the token that flood an endpoint while an agent works."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(connections, "MAX_STRANGERS", 4)
+        self._got: list[Counter[str]] = []
+
+    @asynccontextmanager
+    async def attack(self, host: str, port: int) -> AsyncIterator[None]:
+        async with AsyncExitStack() as crowds:
+            for each in (with_wrong_key, without_handshake, with_broken_handshake):
+                self._got.append(await crowds.enter_async_context(crowd((host, port), 3, each)))
+            yield
+        assert {*chain(*self._got)} <= {"401", "503", "closed", "alert", "b''"}
+
+    async def before_reply(self, tokens: Sequence[int], params: SamplingParams) -> None:
+        """Let 30 of them get something before each reply begins."""
+        if list(tokens[-len(BEGIN) :]) == BEGIN:
+            enough = self._total() + 30
+            while self._total() < enough:  # noqa: ASYNC110 - there is no event for all of them
+                await asyncio.sleep(0.001)
+
+    def _total(self) -> int:
+        return sum(each.total() for each in self._got)
+
+    def beside(self, network: Network, work: Callable[..., float]) -> Callable[..., Any]:
+        """Return an agent that calls `work` in a thread, during an attack."""
+
+        async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
+            async with self.attack(network.address, int(httpx.URL(base_url).port or 0)):
+                return await asyncio.to_thread(work, base_url, task, seed, api_key)
+
+        return agent
+
+
+STEPS = [CALL, CALL.replace("20", "21"), CALL.replace("20", "22"), "It is 30."]
+
+
+def solver_in_steps(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+    """Call the tool three times, then answer. The conversation so far tells which one is next."""
+    number = CHAT.text(tokens, whole=True).count("<|im_start|>assistant\n") - 1
+    return rest_of(STEPS[number], tokens)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("library", "client"),
+    [
+        ("openai", with_sdk),
+        ("anthropic", with_anthropic),
+        pytest.param("litellm", with_litellm, marks=pytest.mark.slow),
+    ],
 )
-print(answer.choices[0].message.content)
-""",
-}
-"""Programs that ask the policy one question and print its answer, by the library that they use."""
-NETWORK = """
-ip netns add {name}
-ip link add {name}0 type veth peer name {name}1
-ip link set {name}1 netns {name}
-ip addr add 10.231.77.1/30 dev {name}0
-ip link set {name}0 up
-ip netns exec {name} ip addr add 10.231.77.2/30 dev {name}1
-ip netns exec {name} ip link set {name}1 up
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", AGENTS)
-def test_an_agent_in_another_network_namespace_is_recorded(
-    files: tuple[str, str], library: str
+def test_a_client_in_another_network_namespace_is_recorded_exactly_during_a_flood(
+    library: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It needs root and the program ip."""
+    """It is a program of its own. Its tokens are those of an agent at loopback without strangers.
+
+    Before its conversation, it is a stranger itself: it has wrong keys.
+    """
     if find_spec(library) is None:
         pytest.skip(f"needs {library}")
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("needs root and the program ip")
-    name = f"u{os.getpid()}"
-    world = bound(files, host="10.231.77.1", public_host="")
+    alone = whole(World(solver_in_steps, max_turns=9).play(with_sdk))
+    strangers = Strangers(monkeypatch)
+    with another_network() as network:
+        files = make_certificate(tmp_path, network.address)
 
-    def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
-        program = f"import sys; base_url, api_key = sys.argv[1:]\n{AGENTS[library]}"
-        done = subprocess.run(
-            ["ip", "netns", "exec", name, sys.executable, "-c", program, base_url, api_key],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, "SSL_CERT_FILE": files[0], "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-        )
-        printed = done.stdout.splitlines()[-1:]  # litellm prints advice before
-        assert printed == ["one two. three four, five six"], done.stderr[-2000:]
-        return 1.0
+        def work(base_url: str, task: str, seed: int, api_key: str) -> float:
+            words = ("-m", "tests.support.scripted_agents", client.__name__)
+            done = subprocess.run(
+                [*network.enter, sys.executable, *words, base_url, task, api_key],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+                cwd=Path(__file__).parents[2],
+                env={
+                    **os.environ,
+                    "SSL_CERT_FILE": files[0],
+                    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+                },
+            )
+            return float(done.stdout.splitlines()[-1])
 
-    try:
-        for line in NETWORK.format(name=name).strip().splitlines():
-            done = subprocess.run(line.split(), capture_output=True, text=True, check=False)
-            if done.returncode:
-                pytest.skip(f"this machine has no network namespaces: {line}: {done.stderr}")
-        trajectory = whole(world.play(agent))
-    finally:
-        for line in (f"ip link del {name}0", f"ip netns del {name}"):
-            subprocess.run(line.split(), capture_output=True, check=False)
-    assert (trajectory.reward, trajectory.num_turns) == (1, 1)
+        world = World(solver_in_steps, strangers.before_reply, logp=own_logp, max_turns=9)
+        world.endpoint = bound_endpoint(files, host=network.address, public_host="")
+        trajectory = whole(world.play(strangers.beside(network, work)))
+    assert (trajectory.reward, trajectory.num_turns) == (1, 4)
+    world.check_exact(trajectory)
+    assert trajectory.tokens == alone.tokens
     with socket.socket() as closed:
         assert closed.connect_ex(("127.0.0.1", int(world.endpoint._port))) != 0

@@ -6,8 +6,10 @@ fork is trained with its episode's advantage, no token twice. A run trains on it
 """
 
 import asyncio
+import base64
 import gc
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -47,7 +49,7 @@ from unstale.config import (
 )
 from unstale.durability import virtual_clock
 from unstale.durability.journal import Journal, check
-from unstale.engines import EngineDied, SamplingParams
+from unstale.engines import EngineDied, Reply, SamplingParams
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import EnvError
 from unstale.envs.chat import Chat
@@ -65,6 +67,7 @@ from unstale.records import (
     TurnLimit,
     collate,
 )
+from unstale.rollout.endpoint import connections, server
 from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.check import check_agent
 from unstale.rollout.endpoint.server import RecordingEndpoint
@@ -94,6 +97,24 @@ def solver(tokens: Sequence[int], params: SamplingParams) -> list[int]:
     return whole[len(says(begun, end=False)) :]
 
 
+def own_logp(tokens: Sequence[int], token: int) -> float:
+    """Return a log-probability that depends on the token and its place."""
+    return -0.5 - len(tokens) / 3 - token / 7
+
+
+class Witness(ScriptedEngine):
+    """A scripted engine that remembers the context and the piece of each of its replies."""
+
+    def __init__(self, script: Any, **options: Any) -> None:
+        super().__init__(script, **options)
+        self.replies: list[tuple[tuple[int, ...], Sampled]] = []
+
+    async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
+        reply = await super().sample(tokens, params)
+        self.replies.append((tuple(tokens), reply.piece))
+        return reply
+
+
 class World:
     """A scripted engine behind the endpoint, with a record of every sampled token and its
     context."""
@@ -102,7 +123,8 @@ class World:
         self.room = {"max_context": 512, "max_completion_tokens": 64}
         self.room |= {name: config.pop(name) for name in self.room if name in config}
         self.chat: Chat = config.pop("chat", CHAT)
-        self.engine = ScriptedEngine(self._say, token_delay=delay)
+        logp = config.pop("logp", -0.5)
+        self.engine = Witness(self._say, logp=logp, token_delay=delay)
         self.say, self.sampled = say, []
         self.config = RolloutConfig(**{"retries": 0, "timeout_s": LIMIT_S, **config})
         self.events: list[dict[str, Any]] = []
@@ -115,6 +137,24 @@ class World:
         said = self.say(tokens, params)
         self.sampled.append((tuple(tokens), tuple(said), params.seed))
         return said
+
+    def check_exact(self, trajectory: Trajectory) -> None:
+        """Check that a trajectory is one conversation with all that the engine sampled."""
+        assert not trajectory.branches and not self.events
+        pieces = [piece for _, piece in self.engine.replies]
+        recorded, sampled = (
+            [
+                (token, logp, piece.version)
+                for piece in each
+                for token, logp in zip(piece.tokens, piece.behavior_logp, strict=True)
+            ]
+            for each in (trajectory.sampled, pieces)
+        )
+        assert recorded == sampled
+        for context, piece in self.engine.replies:
+            read = (*context, *piece.tokens)
+            assert trajectory.tokens[: len(read)] == read
+        assert trajectory.tokens == read
 
     def rollout(self, tasks: ExternalAgent) -> AgentRollout:
         rollout = AgentRollout(
@@ -784,6 +824,24 @@ PAGE = (Path(__file__).parents[2] / "docs" / "your-own-agent.md").read_text()
 SDK, SMOL, CHECKED, OPENAI_AGENTS, ANTHROPIC, TEAM = [
     block.split("```")[0] for block in PAGE.split("```python\n")[1:]
 ]
+
+
+def test_the_limits_on_the_page_are_those_of_the_code() -> None:
+    """The other figures there are those of tables, and of tests/rollout/test_claude_code.py."""
+    token = RecordingEndpoint().token
+    bits = 8 * len(base64.urlsafe_b64decode(token))
+    options = inspect.signature(ExternalAgent).parameters
+    for text in (
+        f"a new one of {bits} bits in each run",
+        f"at least {connections.MIN_TOKEN_BITS} bits",
+        f"At most {connections.MAX_STRANGERS} connections without the key are open",
+        f"the head of a request has {connections.HEAD_TIMEOUT_S:g} s",
+        f"ExternalAgent(timeout_s={options['timeout_s'].default:g})",
+        f"ExternalAgent(concurrency={options['concurrency'].default})",
+        f"at most `endpoint.format_retries` times ({EndpointConfig().format_retries})",
+        f"at most {server.MAX_BODY_BYTES >> 20} MB, or {server.MAX_PICTURES_BYTES >> 20} MB for",
+    ):
+        assert text in " ".join(PAGE.split())
 
 
 @pytest.mark.costly

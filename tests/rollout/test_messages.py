@@ -6,6 +6,7 @@ content of the whole answer. Clients of Anthropic's API run unmodified.
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import httpx2 as httpx
@@ -14,10 +15,10 @@ import pytest
 from tests.envs.test_chat import QWEN
 from tests.rollout.test_endpoint import THINKING, chat_of, rest_of, visit
 from tests.rollout.test_external import ANTHROPIC, CALL, CHAT, World, says, whole
-from tests.support.scripted_agents import SYSTEM, with_sdk
+from tests.support.scripted_agents import OWN_TOOL, with_anthropic, with_litellm, with_sdk
 from unstale.config import EndpointConfig
 from unstale.engines import SamplingParams
-from unstale.envs.calculator import TOOL, calculate
+from unstale.envs.calculator import TOOL
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.conversation import with_call_ids
 from unstale.rollout.endpoint.messages import MessageFormat, read_messages
@@ -25,12 +26,6 @@ from unstale.rollout.endpoint.schemas import Refused
 from unstale.rollout.endpoint.server import RecordingEndpoint
 
 LENIENT = EndpointConfig(lenient=True)
-FUNCTION = TOOL["function"]
-OWN_TOOL = {
-    "name": FUNCTION["name"],
-    "description": FUNCTION["description"],
-    "input_schema": FUNCTION["parameters"],
-}
 ASKED = {"role": "user", "content": "one"}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
@@ -45,31 +40,6 @@ def use(call: str, **given: Any) -> dict[str, Any]:
 
 def result(call: str, content: Any = "30") -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": call, "content": content}
-
-
-async def with_anthropic(base_url: str, task: str, seed: int, api_key: str) -> float:
-    """Solve a sum with Anthropic's SDK and a tool, as `with_sdk` does with OpenAI's."""
-    import anthropic
-
-    async with anthropic.AsyncAnthropic(
-        base_url=base_url, api_key=api_key, max_retries=0
-    ) as client:
-        messages: list[Any] = [{"role": "user", "content": f"What is {task}?"}]
-        asked: dict[str, Any] = {"model": "policy", "system": SYSTEM, "tools": [OWN_TOOL]}
-        for _ in range(4):
-            counted = await client.messages.count_tokens(messages=messages, **asked)
-            reply = await client.messages.create(messages=messages, max_tokens=64, **asked)
-            assert counted.input_tokens == reply.usage.input_tokens
-            messages.append({"role": "assistant", "content": reply.content})
-            if reply.stop_reason != "tool_use":
-                return float(reply.content[0].text == "It is 30.")
-            results = [
-                result(block.id, str(calculate(block.input["expression"])))
-                for block in reply.content
-                if block.type == "tool_use"
-            ]
-            messages.append({"role": "user", "content": results})
-    return 0.0
 
 
 def test_an_agent_of_anthropics_client_has_the_tokens_of_one_of_openais() -> None:
@@ -329,7 +299,7 @@ def test_a_deferred_tool_is_described_where_a_result_refers_to_it() -> None:
     before = read_messages({"messages": [ASKED], "tools": [OWN_TOOL]}, temperature=1.0)
     found = read_messages({"messages": turns, "tools": [OWN_TOOL, later]}, temperature=1.0)
     assert found.call.form == before.call.form and found.calls
-    described = {"type": "function", "function": {**FUNCTION, "name": "later"}}
+    described = {"type": "function", "function": {**TOOL["function"], "name": "later"}}
     assert found.call.history[2].message.content == f"Found: {json.dumps(described)}\n"
     seen = {**later, "defer_loading": False}
     found = read_messages({"messages": turns, "tools": [OWN_TOOL, seen]}, temperature=1.0)
@@ -446,35 +416,9 @@ def test_litellm_as_a_client_of_anthropics_api(
     streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm")
-
-    async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
-        messages: list[Any] = [
-            {"role": "system", "content": "Use the tool."},
-            {"role": "user", "content": "What is 10 + 20?"},
-        ]
-        for _ in range(4):
-            answer = await litellm.acompletion(
-                model="anthropic/policy",
-                api_base=base_url,
-                api_key=api_key,
-                messages=messages,
-                tools=[TOOL],
-                stream=streamed,
-            )
-            if streamed:
-                answer = litellm.stream_chunk_builder([chunk async for chunk in answer])
-            reply = answer.choices[0].message
-            messages.append(reply.model_dump())
-            if not reply.tool_calls:
-                return float(reply.content == "It is 30.")
-            for call in reply.tool_calls:
-                given = json.loads(call.function.arguments)
-                content = str(calculate(given["expression"]))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-        return 0.0
-
+    pytest.importorskip("litellm")
     world = World()
     world.endpoint = RecordingEndpoint(LENIENT)
+    agent = partial(with_litellm, api="anthropic", streamed=streamed)
     trajectory = whole(world.play(agent))
     assert (trajectory.reward, trajectory.num_turns, trajectory.branches) == (1, 2, ())
