@@ -101,7 +101,7 @@ class VirtualLoop(RunLoop):
         sock.shutdown(socket.SHUT_RDWR)
         return server
 
-    async def create_connection(  # type: ignore[override]
+    async def create_connection(
         self,
         protocol_factory: Callable[[], Any],
         host: str | None = None,
