@@ -129,7 +129,8 @@ def test_its_shell_runs_the_policys_commands(thoughts: str, tmp_path: Path) -> N
     asked, *results = contexts(trajectory, chat)
     assert "\n1\n" in results[0] and "Exit code 3" in results[1] and "two" in results[1]
     assert "Use the tool." in asked and "billing-header" not in asked
-    assert 800 < len(trajectory.pieces[0].tokens) < 1000, "docs/your-own-agent.md says 900"
+    if not thoughts:  # the shipped model's own chat template
+        assert 800 < len(trajectory.pieces[0].tokens) < 1000, "docs/your-own-agent.md says 900"
 
 
 def test_it_is_recorded_exactly_in_another_network_namespace_during_a_flood(
