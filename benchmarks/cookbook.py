@@ -46,7 +46,7 @@ ROUNDS = (
     (
         "math_rl.train env/all/correct loss_fn=ppo max_steps_off_policy=1 groups_per_batch=8",
         "multiplayer_rl.guess_number.train env/all/reward/total renderer_name=qwen3_instruct "
-        "group_size=4 batch_size=2 max_tokens=16",
+        "group_size=4 batch_size=2 max_tokens=16 eval_every=0",
     ),
     (
         "sl_loop train_mean_nll batch_size=16",
