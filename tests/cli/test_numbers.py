@@ -18,7 +18,7 @@ from unstale.lint import check
 
 BAD = ("-1", "nan", "inf", "1e300", "9" * 20, "9" * 400)
 ZERO_IS_VALID = {
-    *("--port", "--seed", "--lag", "--alpha", "--beta", "--samples", "--step"),
+    *("--port", "--seed", "--lag", "--alpha", "--beta", "--samples", "--step", "--mistakes"),
     *("--votes", "--distil", "--search", "--price", "--agree", "--attempts", "--controls"),
     *("--lowest-rate", "--highest-rate"),
 }

@@ -6,6 +6,7 @@ Demonstrations are episodes that the task set provides.
 import fcntl
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -38,8 +39,14 @@ def make_start(config: RunConfig, console: Console) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / RECORD).is_file():
             console.print(f"supervised start: {folder}, made by an earlier run", highlight=False)
-        else:
+            return
+        try:
             _write(config, folder, console)
+        except ConfigError:  # another run with these options is refused, too
+            Path(lock.name).unlink(missing_ok=True)
+            with suppress(OSError):  # other starts are in the folder
+                folder.parent.rmdir()
+            raise
 
 
 def _write(config: RunConfig, folder: Path, console: Console) -> None:
