@@ -183,12 +183,12 @@ def test_network_is_there_only_where_the_task_allows_it(
 
 def test_command_is_killed_with_its_group_at_a_limit(fake: Fake) -> None:
     runtime = ContainerRuntime("podman")
-    commands = ("echo begun; sleep 4242 | cat", "yes", "(exit 3)", "x" * 200_000)
+    commands = ("echo begun; sleep 4343 | cat", "yes", "(exit 3)", "x" * 200_000)
     read, _ = play(task(), *commands, seconds=2.0, runtime=runtime)
     assert read[0] == "begun\n[killed at the time limit]"
     assert read[1].endswith("y\n[more output was cut off]\n[exit code 137]") and len(read[1]) < 5000
     assert read[2] == "[exit code 3]" and "Argument list too long" in read[3]
-    await_processes(some=False)
+    await_processes(some=False, seconds=4343)
 
 
 def test_containers_of_ended_processes_are_removed_at_the_start(fake: Fake) -> None:
@@ -263,9 +263,9 @@ def test_image_of_the_dockerfile_is_the_agents_root(podman: ContainerRuntime) ->
     read, last = play(
         each,
         "cat notes.txt made; pwd; echo 3 > n; false",
-        "cat n; (sleep 4242 &); ls /tests /logs",
+        "cat n; (sleep 4343 &); ls /tests /logs",
         f"printf {SECRET} > answer.txt",
-        "echo begun; sleep 4242",
+        "echo begun; sleep 4343",
         seconds=30.0,
         runtime=podman,
     )
@@ -273,9 +273,10 @@ def test_image_of_the_dockerfile_is_the_agents_root(podman: ContainerRuntime) ->
     assert read[1].startswith("3\n") and read[1].count("No such file") == 2
     assert read[2:] == ["(no output)", "begun\n[killed at the time limit]"]
     assert dict(last.rewards) == {"reward": 1.0}
-    await_processes(some=False)
+    await_processes(some=False, seconds=4343)
 
 
+@pytest.mark.costly
 def test_attacks_in_a_container_fail(podman: ContainerRuntime) -> None:
     """One agent tries all, and plants programs and start files where the tests could find them."""
     attacks = [text for name, text in ATTACKS.items() if name != "fork bomb"]
@@ -287,6 +288,7 @@ def test_attacks_in_a_container_fail(podman: ContainerRuntime) -> None:
     assert last.facts["no_reward"] == 0.0, "the tests ran and wrote their reward"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["FIFO", "link", "large"])
 def test_reward_in_a_container_is_read_from_a_plain_file(
     name: str, podman: ContainerRuntime
@@ -296,10 +298,11 @@ def test_reward_in_a_container_is_read_from_a_plain_file(
     assert dict(last.rewards) == {"reward": 0.0} and last.facts["no_reward"] == 1.0
 
 
+@pytest.mark.costly
 def test_killed_run_leaves_no_container(podman: ContainerRuntime) -> None:
     code = (
         "from tests.envs.test_containers import *\n"
-        "start(task(dockerfile=DOCKERFILE), 'sleep 4242 & sleep 4242 &')\n"
+        "start(task(dockerfile=DOCKERFILE), 'sleep 4343 & sleep 4343 &')\n"
         "print('.', flush=True)\nimport time\ntime.sleep(999)"
     )
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -314,4 +317,4 @@ def test_killed_run_leaves_no_container(podman: ContainerRuntime) -> None:
     run.wait()
     run.stdout.close()
     wait_until(lambda: not left(), "the removal of the containers")
-    await_processes(some=False)
+    await_processes(some=False, seconds=4343)

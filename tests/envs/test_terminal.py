@@ -334,24 +334,24 @@ def test_killed_run_leaves_no_process() -> None:
         await_processes(some=False)
 
 
-def await_processes(*, some: bool) -> None:
+def await_processes(*, some: bool, seconds: int = 4242) -> None:
     """Wait until the programs are loaded, or until none is left."""
     for _ in range(200):
-        if bool(processes()) == some:
+        if bool(processes(seconds)) == some:
             return
         time.sleep(0.05)
-    raise AssertionError(f"{len(processes())} processes")
+    raise AssertionError(f"{len(processes(seconds))} processes")
 
 
-def processes() -> list[str]:
-    """Return the command lines of this machine's processes that `sleep 4242` started."""
+def processes(seconds: int = 4242) -> list[str]:
+    """Return the command lines of this machine's processes that `sleep` started for so long."""
     found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             found.append(each.read_text())
         except OSError:
             continue
-    return [line for line in found if line.startswith("sleep\0004242")]
+    return [line for line in found if line.startswith(f"sleep\000{seconds}")]
 
 
 def harbor(folder: Path, **files: str) -> Path:

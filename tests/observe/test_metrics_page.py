@@ -49,6 +49,7 @@ OTHER_DTYPES = {
 OTHER_ENGINES = {"engine/probe_logp_error", "trainer/bitwise_tokens"}
 GROUPS_OF_ENGINES = {
     "engine/rejects",
+    "engine/prefill_engines",
     "engine/prefill_requests",
     "engine/decode_requests",
     "engine/prefill_busy_share",

@@ -386,7 +386,7 @@ ANCHOR = {"objective.placed": "anchor", "objective.placed_cap": 2.0}
         ({"advantage.estimator": "gae"}, "guided needs another advantage.estimator than gae"),
         ({"trainer.routing_replay": True}, "guided needs trainer.routing_replay = false"),
         ({"techniques": "minpro"}, "guided cannot be used with minpro"),
-        ({"techniques": "replay"}, "guided cannot be used with replay"),
+        ({"techniques": "replay"}, "guided needs no technique that stores groups, such as replay"),
         (ANCHOR | {"old_logps.route": "interp_prox_loglinear"}, "in every training pass"),
         ({"objective.placed": "mask"}, "placed_cap .* objective.placed = guided"),
     ],
