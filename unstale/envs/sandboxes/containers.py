@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from unstale.config import ConfigError
 from unstale.envs import EnvError
@@ -203,12 +203,15 @@ class ContainerSandbox:
             yield ["restart", "-t", "0", self._agent]
 
         words = ["exec", self._agent, "/bin/sh", "-c", _COMMAND, "sh", command]
-        result = self._watched(words, seconds, most + _ID_SIZE, kills)
-        if result.output[:_ID_SIZE].strip().isdecimal():
-            return replace(result, output=result.output[_ID_SIZE:])
+        with tempfile.TemporaryFile() as messages:
+            result = self._watched(words, seconds, most + _ID_SIZE, kills, messages)
+            if result.output[:_ID_SIZE].strip().isdecimal():
+                return replace(result, output=result.output[_ID_SIZE:])
+            messages.seek(0)
+            why = (result.output + messages.read().decode(errors="replace"))[-300:]
         if self._try("inspect", "--format={{.State.Running}}", self._agent) != b"true":
-            raise EnvError(f"the sandbox has ended: {result.output[-300:]}")
-        return CommandResult(f"not started: {result.output[-300:]}", _NOT_STARTED, "exited")
+            raise EnvError(f"the sandbox has ended: {why}")
+        return CommandResult(f"not started: {why}", _NOT_STARTED, "exited")
 
     def _verify(self) -> Verdict:
         task, image, name = self._task, self._image, self._tests
@@ -246,18 +249,20 @@ class ContainerSandbox:
         seconds: float,
         most: int,
         kills: Callable[[bytes], Iterable[Sequence[str]]],
+        messages: IO[bytes] | int = subprocess.STDOUT,
     ) -> CommandResult:
         """Return the result of a command, for which podman or docker is called.
 
         `kills` returns, for the start of the output, calls that end the command if a limit is
-        reached. Each one is tried if the one before has not ended it.
+        reached. Each one is tried if the one before has not ended it. `messages` gets what podman
+        or docker itself has to say, such as warnings.
         """
         try:
             client = subprocess.Popen(
                 [self._program, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stderr=messages,
                 cwd=_FOLDER,
             )
         except OSError as error:  # the command is too long
