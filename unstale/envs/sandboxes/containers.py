@@ -59,6 +59,9 @@ _PROCESSES = 128
 _SYSTEM = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "logs", "nix", "proc"}
 _SYSTEM |= {"run", "sbin", "sys", "tests", "usr", "var"}
 """Folders of the root that no agent can write to. So is each one that has programs of `PATH`."""
+_OF_TESTS = {"/bin", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/logs", "/sbin", "/tests"}
+_OF_TESTS |= {"/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/local/lib"}
+"""Folders on which tests rely, besides those of `PATH`. No volume may hide one."""
 _CAPABILITIES = ("chown", "dac_override", "fowner", "fsetid", "kill", "setgid", "setuid")
 """What root may do in a container, besides what every user may."""
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -360,6 +363,16 @@ def _describe(program: str, tag: str, config: Mapping[str, Any]) -> _Image:
     free = [each for each in folders if each[1:] and each[1:] not in _SYSTEM | programs]
     if workdir != "/" and not _is_in(workdir, free):
         free.append(workdir)
+    volumes = tuple(config.get("Volumes") or ())
+    safe = [each for each in path.split(":") if each.startswith("/") and not _is_in(each, free)]
+    for folder in (*volumes, workdir):
+        for each in (*sorted(_OF_TESTS), *safe):
+            if _is_in(each, [folder]) or (folder in volumes and _is_in(folder, [each])):
+                kind = "VOLUME" if folder in volumes else "WORKDIR"
+                raise EnvError(
+                    f"{kind} {folder} would let the agent write where tests have their programs "
+                    f"and files ({each}): make an image without it"
+                )
     return _Image(tag, workdir, path, tuple(free))
 
 
