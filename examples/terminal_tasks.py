@@ -100,7 +100,7 @@ def job(random: Random, right: float) -> Solved:
     done = wanted if random.random() < right else random.choice([*JOBS])
     answer = "".join(f"{row}\n" for row in JOBS[wanted][1](rows))
     test = (
-        f"#!/bin/sh\ncmp -s {target} /tests/answer && reward=1 || reward=0\n"
+        f"#!/bin/sh\n[ ! -L {target} ] && cmp -s {target} /tests/answer && reward=1 || reward=0\n"
         "echo $reward > /logs/verifier/reward.txt\n"
     )
     task = TerminalTask(

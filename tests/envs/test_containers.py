@@ -50,12 +50,14 @@ match words:
         if not (folder / "built").exists():
             sys.exit("no such image")
         env = ["PATH=/app/bin:/opt/tools:/usr/bin", "PYTHONPATH=/app"]
-        print(json.dumps([{{"Config": {{"WorkingDir": "/app", "Env": env}}}}]))
+        config = json.loads((folder / "config").read_text())
+        print(json.dumps([{{"Config": {{"WorkingDir": "/app", "Env": env}} | config}}]))
     case ["build", *_]:
         (folder / "built").touch()
     case ["run", "--rm", *_]:
         print(*("/app", "/etc", "/opt", "/root", "/tmp", "/usr", "/var/tmp"), sep="\\n")
     case ["exec", _, *command]:
+        print("WARN[0000] it is said with each call", file=sys.stderr)
         os.setsid()
         os.execv(command[0], command)
     case ["inspect", *_]:
@@ -76,7 +78,7 @@ class Fake:
         path = folder / "podman"
         path.write_text(FAKE.format(python=sys.executable))
         path.chmod(0o755)
-        self.set(limits="[cpuset cpu memory pids]", left="", fails="")
+        self.set(limits="[cpuset cpu memory pids]", left="", fails="", config="{}")
 
     def set(self, **texts: str) -> None:
         for name, text in texts.items():
@@ -170,6 +172,29 @@ def test_image_is_built_once_for_the_same_content(fake: Fake) -> None:
     (fake.folder / "built").unlink()
     play(task(environment={"notes.txt": File(b"changed")}), runtime=runtime)
     assert len({words[0] for words in fake.calls("build")}) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"Volumes": {"/data": {}, "/bin/": {}}}, r"VOLUME /bin/ .* \(/bin\)"),
+        ({"Volumes": {"/usr/bin/x": {}}}, r"VOLUME /usr/bin/x .* \(/usr/bin\)"),
+        ({"WorkingDir": "/usr/local"}, r"WORKDIR /usr/local .* \(/usr/local/lib\)"),
+        ({"WorkingDir": "/logs"}, r"WORKDIR /logs .* \(/logs\)"),
+        ({"WorkingDir": "/usr/src/app", "Volumes": {"/var/lib/data": {}, "/tmp/x": {}}}, ""),
+    ],
+)
+def test_image_that_would_open_folders_of_the_tests_is_refused(
+    fake: Fake, config: dict[str, object], says: str
+) -> None:
+    fake.set(config=json.dumps(config))
+    if says:
+        with pytest.raises(EnvError, match=says):
+            play(task(), runtime=ContainerRuntime("podman"))
+        assert not fake.calls("create")
+    else:
+        play(task(), runtime=ContainerRuntime("podman"))
+        assert fake.calls("create")
 
 
 @pytest.mark.parametrize(("agent", "tests"), [(True, False), (False, True)])

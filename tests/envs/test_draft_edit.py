@@ -103,6 +103,14 @@ def test_the_changes_undo_all_mistakes(text: str, *, always: bool) -> None:
                 assert len(edits) == 1 and draft != text
 
 
+def test_no_change_undoes_a_mistake_into_another_one() -> None:
+    for seed in range(40):
+        assert len(with_mistakes("7", Random(seed), 2)[1]) == 1
+        draft, edits = with_mistakes("add 3 and 4", Random(seed), 2)
+        pairs = zip(["add", "3", "and", "4"], draft.split(), strict=True)
+        assert len(edits) == sum(right != wrong for right, wrong in pairs)
+
+
 def test_a_puzzle_may_have_a_draft() -> None:
     tasks = build_taskset(
         make_task("synthesis", size=9, held_out=9, edit_request=REQUEST, score_drafts=True)

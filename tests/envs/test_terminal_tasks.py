@@ -51,6 +51,13 @@ def test_sets_are_large_and_keep_the_contract() -> None:
     assert abs(sum(right) / 400 - (0.3 + 0.7 / len(JOBS))) < 0.1
 
 
+def test_link_to_the_answer_of_the_tests_is_no_answer() -> None:
+    tasks = jobs()
+    command = tasks.solved(tasks.held_out(1)[0]).commands[-1][0]
+    read, last = play(tasks, 0, [f"ln -s /tests/answer {command.split()[-1]}"])
+    assert read == ["(no output)"] and dict(last.rewards) == {"reward": 0.0}
+
+
 DAEMON = (
     "import os, time\nif not os.fork():\n os.setsid()\n while True:\n"
     "  open('/logs/verifier/reward.txt', 'w').write('1')\n"

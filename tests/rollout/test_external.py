@@ -790,9 +790,10 @@ def test_what_an_agent_cannot_be_trained_with_is_refused(tmp_path: Path) -> None
     )
     with pytest.raises(ConfigError, match="deterministic must be false with an ExternalAgent in"):
         build_rollout(config, ExternalAgent(in_a_process, SUMS))
-    secure = replace(config, endpoint=EndpointConfig(certificate="mine.pem"))
-    with pytest.raises(ConfigError, match=r"false with endpoint\.certificate"):
-        build_rollout(secure, build_taskset(config.task))
+    for option in ("certificate", "public_host"):
+        elsewhere = replace(config, endpoint=EndpointConfig(**{option: "mine"}))
+        with pytest.raises(ConfigError, match=rf"false with endpoint\.{option}"):
+            build_rollout(elsewhere, build_taskset(config.task))
     limited = replace(config, deterministic=False, techniques="limits")
     with pytest.raises(ConfigError, match="limits cannot be used with an ExternalAgent"):
         build_rollout(limited, build_taskset(config.task))

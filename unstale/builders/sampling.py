@@ -381,8 +381,8 @@ def build_rollout(
 
 
 def _require_on_loop(config: RunConfig, taskset: Taskset) -> None:
-    """Raise `ConfigError` if an external agent's calls do not come from the run's event loop, or
-    are encrypted.
+    """Raise `ConfigError` if an external agent's calls do not come from the run's event loop, are
+    encrypted, or go to another address than the one where the endpoint listens.
     """
     if isinstance(taskset, IsolatedTasks) or not cast(ExternalAgent, taskset).is_coroutine:
         raise ConfigError(
@@ -390,11 +390,12 @@ def _require_on_loop(config: RunConfig, taskset: Taskset) -> None:
             "virtual clock does not wait for sockets. Make the agent an async function whose calls "
             "are awaited, with task.isolate = none"
         )
-    if config.endpoint.certificate:
-        raise ConfigError(
-            "deterministic must be false with endpoint.certificate: the agents of a deterministic "
-            "run are connected in memory"
-        )
+    for option in ("certificate", "public_host"):
+        if getattr(config.endpoint, option):
+            raise ConfigError(
+                f"deterministic must be false with endpoint.{option}: the agents of a "
+                "deterministic run are connected in memory, at endpoint.host and without TLS"
+            )
 
 
 def _require_credit_by_role(config: RunConfig, taskset: Taskset) -> None:

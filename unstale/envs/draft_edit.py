@@ -92,12 +92,15 @@ def change(draft: str, reply: str) -> tuple[str, int, int]:
 def with_mistakes(text: str, random: Random, count: int) -> tuple[str, list[str]]:
     """Return a text with at most `count` mistakes, and the changes that undo them, the last first.
 
-    A mistake is a number that is up to 10 larger or smaller, or a word in place of another.
+    A mistake is a number that is up to 10 larger or smaller, or a word in place of another. No word
+    is changed twice, since the first change to undo would be to a wrong word.
     """
     edits: list[str] = []
+    right = list(range(len(text.split())))
     for _ in range(count):
         words = [each.span() for each in re.finditer(r"\S+", text)]
-        for start, end in random.sample(words, len(words)):
+        for place in random.sample(right, len(right)):
+            start, end = words[place]
             word, other = text[start:end], random.choice(text.split())
             if number := re.search(r"\d{1,9}", word):
                 value = abs(int(number[0]) + random.choice([-1, 1]) * random.randint(1, 10))
@@ -105,6 +108,7 @@ def with_mistakes(text: str, random: Random, count: int) -> tuple[str, list[str]
             wrong = text[:start] + other + text[end:]
             if wrong != text and (edit := _undoing(text, wrong, start, end)):
                 text, edits = wrong, [edit, *edits]
+                right.remove(place)
                 break
     return text, edits
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from unstale.config import ConfigError
 from unstale.envs import EnvError
@@ -59,6 +59,9 @@ _PROCESSES = 128
 _SYSTEM = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "logs", "nix", "proc"}
 _SYSTEM |= {"run", "sbin", "sys", "tests", "usr", "var"}
 """Folders of the root that no agent can write to. So is each one that has programs of `PATH`."""
+_OF_TESTS = {"/bin", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/logs", "/sbin", "/tests"}
+_OF_TESTS |= {"/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/local/lib"}
+"""Folders on which tests rely, besides those of `PATH`. No volume may hide one."""
 _CAPABILITIES = ("chown", "dac_override", "fowner", "fsetid", "kill", "setgid", "setuid")
 """What root may do in a container, besides what every user may."""
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -203,12 +206,15 @@ class ContainerSandbox:
             yield ["restart", "-t", "0", self._agent]
 
         words = ["exec", self._agent, "/bin/sh", "-c", _COMMAND, "sh", command]
-        result = self._watched(words, seconds, most + _ID_SIZE, kills)
-        if result.output[:_ID_SIZE].strip().isdecimal():
-            return replace(result, output=result.output[_ID_SIZE:])
+        with tempfile.TemporaryFile() as messages:
+            result = self._watched(words, seconds, most + _ID_SIZE, kills, messages)
+            if result.output[:_ID_SIZE].strip().isdecimal():
+                return replace(result, output=result.output[_ID_SIZE:])
+            messages.seek(0)
+            why = (result.output + messages.read().decode(errors="replace"))[-300:]
         if self._try("inspect", "--format={{.State.Running}}", self._agent) != b"true":
-            raise EnvError(f"the sandbox has ended: {result.output[-300:]}")
-        return CommandResult(f"not started: {result.output[-300:]}", _NOT_STARTED, "exited")
+            raise EnvError(f"the sandbox has ended: {why}")
+        return CommandResult(f"not started: {why}", _NOT_STARTED, "exited")
 
     def _verify(self) -> Verdict:
         task, image, name = self._task, self._image, self._tests
@@ -246,18 +252,20 @@ class ContainerSandbox:
         seconds: float,
         most: int,
         kills: Callable[[bytes], Iterable[Sequence[str]]],
+        messages: IO[bytes] | int = subprocess.STDOUT,
     ) -> CommandResult:
         """Return the result of a command, for which podman or docker is called.
 
         `kills` returns, for the start of the output, calls that end the command if a limit is
-        reached. Each one is tried if the one before has not ended it.
+        reached. Each one is tried if the one before has not ended it. `messages` gets what podman
+        or docker itself has to say, such as warnings.
         """
         try:
             client = subprocess.Popen(
                 [self._program, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stderr=messages,
                 cwd=_FOLDER,
             )
         except OSError as error:  # the command is too long
@@ -355,6 +363,16 @@ def _describe(program: str, tag: str, config: Mapping[str, Any]) -> _Image:
     free = [each for each in folders if each[1:] and each[1:] not in _SYSTEM | programs]
     if workdir != "/" and not _is_in(workdir, free):
         free.append(workdir)
+    volumes = tuple(config.get("Volumes") or ())
+    safe = [each for each in path.split(":") if each.startswith("/") and not _is_in(each, free)]
+    for folder in (*volumes, workdir):
+        for each in (*sorted(_OF_TESTS), *safe):
+            if _is_in(each, [folder]) or (folder in volumes and _is_in(folder, [each])):
+                kind = "VOLUME" if folder in volumes else "WORKDIR"
+                raise EnvError(
+                    f"{kind} {folder} would let the agent write where tests have their programs "
+                    f"and files ({each}): make an image without it"
+                )
     return _Image(tag, workdir, path, tuple(free))
 
 
