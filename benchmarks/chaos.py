@@ -403,10 +403,12 @@ def _last_advance(folder: Path) -> float:
 def several_versions(folder: Path) -> str:
     """Return how much mixed data there was to get wrong.
 
-    These are the share of trajectories with several versions, and the share of stale tokens.
+    These are the share of trajectories with several versions, the share of stale tokens, and the
+    number of forked episodes, if any.
     """
     with Journal.read(folder) as journal:
         rows = list(trained_episodes(journal))
+        ((forks,),) = journal.rows("SELECT count(*) FROM forks")
     mixed = sum(len(row["versions"]) > 1 for row in rows) / len(rows)
     lags: Counter[str] = Counter()
     for row in RunFolder(folder).metrics():
@@ -414,6 +416,7 @@ def several_versions(folder: Path) -> str:
     told = ", ".join(
         f"{count / lags.total():.0%} at lag {lag}" for lag, count in sorted(lags.items())
     )
+    told += f"; {forks} forked episodes" if forks else ""
     return f"{mixed:.0%} of {len(rows)} trajectories hold tokens of several versions; {told}"
 
 
@@ -517,6 +520,8 @@ def main() -> None:
     command = (
         f"python -m benchmarks.chaos --kills {chosen.kills} --ordinary {ordinary} --engine {engine}"
     )
+    if chosen.steps != STEPS:
+        command += f" --steps {chosen.steps}"
     if chosen.options:
         command += f" --options {shlex.quote(chosen.options)} --out {chosen.out.name}"
     lines = [

@@ -1,6 +1,8 @@
 """Test that a killed and resumed run has the same forks of episodes as an unkilled one."""
 
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -12,7 +14,8 @@ from tests.durability.test_limits_resume import Wandering, Wanders
 from tests.durability.test_resume import KILLS, killed, played, require_sound
 from tests.durability.test_selection_resume import Choosing, chosen
 from unstale.config import RunConfig
-from unstale.durability.journal import Journal, check
+from unstale.durability.compare_runs import differences
+from unstale.durability.journal import JOURNAL, Journal, check
 from unstale.envs import Message, Turn
 from unstale.records import SURVIVAL, Provenance, Task, Trajectory
 
@@ -77,6 +80,14 @@ def test_a_killed_deterministic_run_has_the_forks_of_an_unkilled_one(
         toy.require_equal_resume(tmp_path, made, "step", 4)
     assert forks(tmp_path / "whole") == forks(tmp_path / "run")
     require_forked(tmp_path / "run")
+    assert not differences(tmp_path / "whole", tmp_path / "run")
+    with closing(sqlite3.connect(tmp_path / "run" / JOURNAL)) as journal:
+        journal.execute(
+            "UPDATE forks SET at = at + 1 WHERE episode = (SELECT min(episode) FROM forks)"
+        )
+        journal.commit()
+    (found,) = differences(tmp_path / "whole", tmp_path / "run")
+    assert found.startswith("forks of the journal") and "/at " in found
 
 
 PLACES = [each for each in KILLS if each[0] != "prune"]

@@ -4,6 +4,8 @@ import asyncio
 import json
 from base64 import b64encode
 from collections.abc import Sequence
+from itertools import product
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -102,6 +104,80 @@ def test_an_episode_ends_at_the_first_wrong_reply_after_its_patches(tmp_path: Pa
     assert [turn.done for turn in turns] == [False, False, False, True]
     assert [turn.reward for turn in turns[1:]] == [0, 0, 0] and turns[-1].facts["patches"] == 3
     assert play(tasks(tmp_path, patches=0), wrong)[-1].done
+
+
+class Keyboard:
+    """The true environment of `conversation()`: a wrong key changes nothing."""
+
+    most = 6
+    """Largest number of replies."""
+
+    def __init__(self) -> None:
+        self.left, self.replies = ["a", "b", "c"], 0
+
+    def step(self, reply: Message) -> float | None:
+        """Return the success at the end, else None."""
+        self.replies += 1
+        if not reply.tool_calls:
+            return float(not self.left)
+        if self.left and reply.tool_calls[0].arguments["key"] == self.left[0]:
+            self.left.pop(0)
+        return 0.0 if self.replies == self.most else None
+
+
+def online_success(chance: float) -> float:
+    """Return the success of a policy that is right with this chance, over all of its episodes."""
+    total, open_episodes = 0.0, [(1.0, ())]
+    while open_episodes:
+        p, rights = open_episodes.pop()
+        for right, q in ((True, chance), (False, 1 - chance)):
+            env, ended = Keyboard(), None
+            for each in (*rights, right):
+                expert = pressed(env.left[0]) if env.left else END
+                ended = env.step(expert if each else pressed("x"))
+            if ended is None:
+                open_episodes.append((p * q, (*rights, right)))
+            else:
+                total += p * q * ended
+    return total
+
+
+def semi_online(made: TraceTasks, chance: float) -> tuple[float, float]:
+    """Return the mean of `semi_online` and of the success on the recording, over all episodes."""
+    mean, success = 0.0, 0.0
+    for rights in product((True, False), repeat=4):
+        said = [
+            expert if right else pressed("x")
+            for expert, right in zip((A, B, C, END), rights, strict=True)
+        ]
+        turns = play(made, *said[: 1 + _last(rights)])
+        p = prod(chance if right else 1 - chance for right in rights)
+        mean += p * turns[-1].facts["semi_online"]
+        success += p * turns[-1].rewards["success"]
+    return mean, success
+
+
+def _last(rights: Sequence[bool]) -> int:
+    """Return the index of the reply that ends an episode on the recording: the third wrong one."""
+    wrong = [place for place, right in enumerate(rights) if not right]
+    return wrong[2] if len(wrong) > 2 else len(rights) - 1
+
+
+def test_the_semi_online_score_is_nearer_to_the_true_success_and_not_equal(tmp_path: Path) -> None:
+    """The true environment forgives wrong keys, which the recording cannot know."""
+    made = tasks(tmp_path)
+    rows = []
+    for chance in (0.3, 0.5, 0.7, 0.9):
+        score, success = semi_online(made, chance)
+        rows.append((chance, score, success, online_success(chance)))
+        assert success == pytest.approx(chance**4)
+        progress = sum(chance**n for n in range(1, 5)) / 4
+        assert score == pytest.approx((progress + chance**4) / 2)
+    assert rows[1][1:] == pytest.approx((0.1484, 0.0625, 0.3438), abs=1e-4)
+    assert rows[3][1:] == pytest.approx((0.7149, 0.6561, 0.9842), abs=1e-4)
+    scores, true = [row[1] for row in rows], [row[3] for row in rows]
+    assert scores == sorted(scores) and true == sorted(true), "both order the policies alike"
+    assert all(success < score < online for _, score, success, online in rows)
 
 
 def test_traces_keep_the_contract_of_environments(tmp_path: Path) -> None:

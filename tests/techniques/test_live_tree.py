@@ -25,6 +25,7 @@ from unstale.records import (
     Fork,
     Group,
     GroupRequest,
+    Placed,
     Provenance,
     Sampled,
     Task,
@@ -72,6 +73,8 @@ class Draws:
 
 class Words:
     """Replies of 2 or 3 tokens with random probabilities and rewards."""
+
+    longest = 3
 
     def __init__(self, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -152,6 +155,17 @@ class WordTasks:
         return Turn((), done=True, rewards={"r": self._words.reward[text]})
 
 
+class Seeded(Draws):
+    """Draws of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = Random(seed)
+
+    def draw(self, p: Sequence[float]) -> int:
+        return self._random.choices(range(len(p)), p)[0]
+
+
 async def generator_of(words: Words, draws: Draws) -> Generator:
     def script(tokens: Sequence[int], params: SamplingParams) -> list[int]:
         text = tuple(tokens[PROMPT:])
@@ -166,16 +180,19 @@ async def generator_of(words: Words, draws: Draws) -> Generator:
     await engine.load({}, version=0)
     await engine.resume()
     chat: Any = WordChat()
-    return Generator(engine, chat, EngineConfig(max_completion_tokens=3), signals=True)
+    return Generator(engine, chat, EngineConfig(max_completion_tokens=words.longest), signals=True)
 
 
-async def one_run(words: Words, options: TreeConfig, size: int, draws: Draws) -> Group:
+async def one_run(
+    words: Words, strategy: LiveTree, size: int, draws: Draws, seed: int = 0
+) -> Group:
     generator = await generator_of(words, draws)
     tasks: Any = WordTasks(words)
-    request = GroupRequest(0, TASK, 0, 0, sizes=(options.roots,))
-    rounds = Rounds(LiveTree(options), request, size, lambda number, row: None)
+    roots = strategy.roots(size)
+    request = GroupRequest(0, TASK, seed, 0, sizes=(roots,))
+    rounds = Rounds(strategy, request, size, lambda number, row: None)
     return await Rollout(generator, tasks, RolloutConfig()).group(
-        request, size=options.roots, rounds=rounds
+        request, size=roots, rounds=rounds
     )
 
 
@@ -195,7 +212,7 @@ def runs(words: Words, options: TreeConfig, size: int) -> Iterator[tuple[float, 
                 return 0.25 + 0.5 * current.draw((0.5, 0.5))
 
         patch.setattr(rounds_module, "Random", Drawn)
-        group = asyncio.run(one_run(words, options, size, current))
+        group = asyncio.run(one_run(words, LiveTree(options), size, current))
         yield current.p, group
         draws = current.following()
     patch.undo()
@@ -417,6 +434,116 @@ def test_the_least_confident_quarter_at_two_places_is_pruned() -> None:
     assert strategy.decide(sure, 0, Random(0)).survival == {3: 0.25}
     early = [leaf(i, *[0.0] * 2, p=0.9 - i / 10) for i in range(4)]
     assert strategy.decide(early, 0, Random(0)).survival == {}
+
+
+class Graded(dict[tuple[int, ...], float]):
+    """Rewards of replies: 1 if the last token is 10."""
+
+    def __missing__(self, text: tuple[int, ...]) -> float:
+        return float(text[-1:] == (10,))
+
+
+class Topics(Words):
+    """Replies of 24 tokens with a choice of two at every eighth, on which the next ones depend."""
+
+    longest, every = 24, 8
+
+    def __init__(self) -> None:
+        self.reward = Graded()
+
+    def choices(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
+        return (10, 11, 13, 14, 15, 16)
+
+    def of(self, prefix: tuple[int, ...]) -> np.ndarray:
+        place = len(prefix) % self.every
+        topic = prefix[self.every // 2 :: self.every]
+        liked = Random(str((topic, len(prefix)))).sample(range(6), 2)
+        p = np.full(6, 0.005)
+        p[liked] = (0.52, 0.46) if place == self.every // 2 else (0.975, 0.005)
+        return p / p.sum()
+
+
+def own_length(group: Group) -> int:
+    """Return the number of tokens that were computed for a group: sampled, or put at a fork."""
+    return sum(
+        len(piece.tokens)
+        for each in group.trajectories
+        for piece in each.pieces
+        if isinstance(piece, Sampled | Placed)
+    )
+
+
+def answers_per_1000(options: TreeConfig) -> float:
+    """Return the number of different replies of groups of 8 to 1,000 tokens, of 40 groups."""
+    answers = tokens = 0
+    for seed in range(40):
+        group = asyncio.run(one_run(Topics(), LiveTree(options), 8, Seeded(seed), seed))
+        answers += len({each.tokens for each in group.trajectories if each.stop != "pruned"})
+        tokens += own_length(group)
+    return 1000 * answers / tokens
+
+
+def test_forks_with_the_other_likely_token_give_more_different_replies_a_token() -> None:
+    second = TreeConfig(branch="second", roots=2, every=4, prune="similar", spare=0.0)
+    found = answers_per_1000(second)
+    sampled = answers_per_1000(TreeConfig(branch="none", roots=8, every=4))
+    assert (found, sampled) == (pytest.approx(54.6, abs=0.5), pytest.approx(37.9, abs=0.5))
+
+
+class Openings(Words):
+    """Replies of 16 tokens whose first one is 10 with a probability, and then they are surer.
+
+    Sure ones succeed with probability 0.85, others with 0.15.
+    """
+
+    longest = 16
+
+    def __init__(self, p: float) -> None:
+        self.p, self.reward = p, Graded()
+
+    def choices(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
+        return (10, 11)
+
+    def of(self, prefix: tuple[int, ...]) -> np.ndarray:
+        sure = prefix[:1] == (10,)
+        if not prefix:
+            p = self.p
+        elif len(prefix) == self.longest - 1:
+            p = 0.85 if sure else 0.15
+        else:
+            p = 0.95 if sure else 0.6
+        return np.array([p, 1 - p])
+
+
+def is_mixed(episodes: Sequence[Trajectory]) -> bool:
+    return len({each.reward for each in episodes}) > 1
+
+
+def test_pruning_by_a_learned_forecast_leaves_more_mixed_groups_for_fewer_tokens() -> None:
+    """The forecast learns from the survivors of the first 60 groups."""
+    options = TreeConfig(branch="none", roots=8, every=4, prune="mixed", keep=0.5, spare=0.0)
+    plain, strategy = LiveTree(TreeConfig(branch="none", roots=8, every=4)), ForecastTree(options)
+    chances = np.random.default_rng(0).beta(0.5, 0.5, size=260)
+    mixed, tokens, whole = {"pruned": 0, "any 4": 0}, 0, 0
+    for seed, chance in enumerate(chances.tolist()):
+        words = Openings(min(0.99, max(0.01, chance)))
+        group = asyncio.run(one_run(words, strategy, 8, Seeded(seed), seed))
+        strategy.measure([group], [group], CONTEXT)
+        strategy.observe([])
+        if seed >= 60:
+            other = asyncio.run(one_run(words, plain, 8, Seeded(seed + 1000), seed))
+            mixed["pruned"] += is_mixed([each for each in group.finished if each.stop != "pruned"])
+            mixed["any 4"] += is_mixed(other.trajectories[:4])
+            tokens, whole = tokens + own_length(group), whole + own_length(other)
+    assert mixed == {"pruned": 153, "any 4": 130}
+    assert tokens / whole == pytest.approx(0.64, abs=0.01)
+
+
+def test_one_of_eight_decisions_prunes_nothing() -> None:
+    strategy = LiveTree(TreeConfig(branch="none", prune="mixed", roots=8, every=4))
+    leaves = [leaf(i, *[0.5] * 4, p=0.9 - i / 12) for i in range(8)]
+    spared = [not strategy.decide(leaves, 0, Random(seed)).survival for seed in range(2000)]
+    assert np.mean(spared) == pytest.approx(1 / 8, abs=0.02)
 
 
 def test_the_kept_episodes_are_the_most_certain_of_both_kinds() -> None:

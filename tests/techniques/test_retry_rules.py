@@ -259,3 +259,63 @@ def test_the_attempt_with_the_error_is_trained_on_only_before_it() -> None:
     assert second.advantage == (0.5,) * len(clean) and third.advantage == (-0.5,) * 4
     batch = collate([first, second, third], groups=[group], placed="guided")
     assert batch.placed and int(batch.placed.trained.sum()) == len(NEW) - 2
+
+
+LAST = said(9, STOP)
+
+
+def attempted(episode: int, calls: Sequence[int]) -> Trajectory:
+    """Return an attempt whose calls have these arguments: 0 works, and others are errors."""
+    pieces: list[Piece] = [PROMPT]
+    for argument in calls:
+        pieces += [said(CALL, argument, STOP), FAILED if argument else WORKED]
+    success = float(calls[-1] == 0)
+    return Trajectory((*pieces, LAST), {"reward": success}, "done", TASK, 0, episode)
+
+
+def learn_calls(seed: int, steps: int, *, clean: bool) -> tuple[float, float]:
+    """Train a policy of a first call and of one after an error, which is right more often.
+
+    Return the success of evaluations with one call, and with a second one after an error.
+    """
+    random, retry = np.random.default_rng(seed), made("clean")
+    logits = np.array([[0.0] * WORDS, [2.0] + [0.0] * (WORDS - 1)])
+    for _ in range(steps):
+        policy = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        attempts = []
+        for episode in range(2 * ROOTS):
+            first, second = (int(random.choice(WORDS, p=each)) for each in policy)
+            attempts.append(attempted(episode, (first, second) if first else (first,)))
+        known = {each.episode: each for each in attempts}
+        for fork in forks(retry, attempts, texts=Calls()) if clean else ():
+            assert fork
+            pieces = (*fork.prefix_of(known[fork.parent].pieces), WORKED, LAST)
+            child = Trajectory(pieces, {"reward": 1.0}, "done", TASK, 0, len(known), fork=fork)
+            known[child.episode] = child
+        gradient = np.zeros_like(logits)
+        for item in retry.estimate([Group(TASK, tuple(known.values()))], context()):
+            tokens = item.trajectory.tokens
+            for start, piece, _ in walk(item.trajectory.pieces):
+                if piece.tokens[0] == CALL and (
+                    isinstance(piece, Sampled) or has_loss(piece, "guided")
+                ):
+                    argument, after = piece.tokens[1], int(tokens[start - 1] == ERROR)
+                    gamma = policy[0, argument] / policy[1, argument]
+                    weight = item.advantage[start + 1] * (
+                        1 if isinstance(piece, Sampled) else gamma
+                    )
+                    gradient[after] -= weight * policy[after]
+                    gradient[after, argument] += weight
+        logits += gradient / len(attempts)
+    p, repaired = (np.exp(logits) / np.exp(logits).sum(1, keepdims=True))[:, 0]
+    return float(p), float(p + (1 - p) * repaired)
+
+
+def test_policies_that_learn_from_replaced_calls_are_evaluated_with_and_without_a_repair() -> None:
+    """Without `clean`, episodes whose error was repaired reward it, and first calls stay wrong."""
+    runs = {
+        clean: np.mean([learn_calls(seed, 60, clean=clean) for seed in range(SEEDS)], axis=0)
+        for clean in (True, False)
+    }
+    assert runs[True] == pytest.approx((0.721, 0.987), abs=0.01)
+    assert runs[False] == pytest.approx((0.467, 0.986), abs=0.01)

@@ -74,7 +74,8 @@ def _rows(journal: JournalReader, table: str) -> list[dict[str, Any]]:
 
     The checksums of the rows are left out too, because they cover the times.
     """
-    columns = [name for name in COLUMNS[table] if name != "at"]
+    # in forks, `at` is a place
+    columns = [name for name in COLUMNS[table] if name != "at" or table == "forks"]
     values = journal.rows(f"SELECT {', '.join(columns)} FROM {table} ORDER BY rowid")
     rows = [dict(zip(columns, row, strict=True)) for row in values]
     if table == "events":

@@ -501,6 +501,10 @@ before it are not blamed.
 `correct` with right replies from the task set opens it in 0.97, if `steps` is 0; with `steps` 1 in
 0.00, because most attempts have several wrong replies (`tests/techniques/test_retry_rules.py`).
 
+`clean` with `guided`, where a second call repairs an error (the same file, 12 seeds of 60 steps):
+evaluations with one call succeed in 0.72, without `clean` in 0.47; with a second call after an
+error both in 0.99.
+
 The advice of this toy is right. A small policy's advice may not be: `retry/success_share` beside
 the success of first attempts shows what it is worth. SmolLM2-135M gave no readable advice about
 products of two numbers, so there were no retries. It has not been measured on the desks.

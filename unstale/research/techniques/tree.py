@@ -336,7 +336,13 @@ The tokens of a tree against those of independent episodes depend on the length 
 beginning ([measured](trees.md#cost)). With exact values of all trees of a small problem (three
 binary tokens), the variance of the gradient times its cost is that of independent episodes if the
 shared beginning costs as much as four tokens, and no better below that: trees pay for long
-beginnings, not by a better gradient. It has not been measured on the desks.
+beginnings, not by a better gradient.
+
+Groups of 8 of scripted replies (`tests/techniques/test_live_tree.py`): `second` with `similar` and
+`spare` 0 gives 55 different replies to 1,000 tokens, sampling 38, where the text after a choice
+depends on it. `mixed` with `keep` 0.5 and `spare` 0 leaves 153 of 200 groups mixed with 64% of the
+tokens of 8 episodes, where the first four tokens show the chance of success; 4 episodes at random
+leave 130. It has not been measured on the desks.
 """
 
 ENTRY = Entry(
