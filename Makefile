@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: setup demo test test-core test-all test-engines test-adapters test-tinker test-cluster test-oldest test-kernels gpu-check check docs bench wheel fuzz sizes \
+.PHONY: setup demo test test-core test-all test-engines test-adapters test-tinker test-clients test-cluster test-oldest test-kernels gpu-check check docs bench wheel fuzz sizes \
 	env-openenv env-verifiers env-tinker env-cluster env-peers
 
 # A pretrained model for `--model smollm2`, and the tasks `bfcl:CATEGORY`. Their many dependencies, such as
@@ -121,6 +121,10 @@ env-tinker: .venv-tinker/.ready
 	$(BIN)/python $(PURELIB) > $$(.venv-tinker/bin/python $(PURELIB))/shared.pth
 	.venv-tinker/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/tinker.txt
 	touch $@
+
+# Test litellm and Claude Code as clients of the endpoint (minutes). They need root, `ip`, `openssl` and `claude`, or are skipped.
+test-clients: setup
+	$(BIN)/pytest -m slow tests/rollout/test_bound_address.py tests/rollout/test_claude_code.py tests/rollout/test_messages.py
 
 # Test trainer ranks and engine hosts with Ray, in an environment on top of .venv (minutes, 300 MB of disk).
 # A test that takes ten minutes hangs: the stacks of all threads are printed, and the tests end.

@@ -49,6 +49,8 @@ TURNS = 12
 BOUND = 1.2
 """Allowed ratio of Messages to Chat."""
 WORDS = " ".join(["The result of the sum is in the table."] * 12)
+MOST = 512
+"""Largest number of tokens of a reply. None is cut: a call with a cut answer would be a branch."""
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "10 + 20"}}\n</tool_call>'
 FUNCTION = TOOL["function"]
 PATHS = {"chat": "chat/completions", "messages": "messages"}
@@ -68,7 +70,7 @@ def bodies(api: str, *, tools: bool, stream: bool, picture: bytes = b"") -> list
         url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
         parts.append(url if chat else {"type": "image", "source": source})
     messages: list[Any] = [{"role": "user", "content": parts}]
-    options: dict[str, Any] = {"model": "policy", "max_tokens": 64, "stream": stream}
+    options: dict[str, Any] = {"model": "policy", "max_tokens": MOST, "stream": stream}
     if chat:
         messages.insert(0, {"role": "system", "content": WORDS})
     else:
@@ -108,9 +110,8 @@ class Served:
     def __init__(self, reply: str, model: Path | None = None) -> None:
         self._reply = reply
         tokenizer = load_tokenizer(model or SHIPPED_POLICY)
-        self.store = PictureStore()
-        reader = PictureReader(model, tokenizer, self.store) if model else None
-        self._chat = Chat(tokenizer, (), pictures=reader)
+        self.reader = PictureReader(model, tokenizer, PictureStore()) if model else None
+        self._chat = Chat(tokenizer, (), pictures=self.reader)
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
@@ -141,14 +142,14 @@ class Served:
         await engine.resume()
         config = EngineConfig(max_context=1 << 16, max_completion_tokens=1 << 10)
         async with asyncio.TaskGroup() as calls:
-            endpoint = RecordingEndpoint(find=lambda key: pool.find(key))
+            endpoint = RecordingEndpoint(find=lambda key: self.pool.find(key))
             rollout = AgentRollout(
                 Generator(engine, chat, config),
                 ExternalAgent(lambda *_: 0.0, ["x"]),
                 RolloutConfig(max_turns=1 << 30),
                 endpoint=endpoint,
             )
-            pool = SessionPool(rollout, calls, 0)
+            self.pool = SessionPool(rollout, calls, 0)
             async with endpoint:
                 self.port = int(endpoint.url.rpartition(":")[2])
                 self.token = endpoint.token
@@ -157,7 +158,10 @@ class Served:
 
 
 def send(served: Served, episodes: int, api: str, calls: Sequence[bytes]) -> Iterator[None]:
-    """Send the calls of some episodes. Yield after each call."""
+    """Send the calls of some episodes. Yield after each call.
+
+    Raises RuntimeError if a call is refused, or is not recorded as a continuation of the last one.
+    """
     connection = HTTPConnection("127.0.0.1", served.port)
     headers = {"Authorization": f"Bearer {served.token}", "Content-Type": "application/json"}
     for _ in range(episodes):
@@ -169,6 +173,8 @@ def send(served: Served, episodes: int, api: str, calls: Sequence[bytes]) -> Ite
             if answer.status != 200:
                 raise RuntimeError(f"{api}: {answer.status} {text[:300]!r}")
             yield
+        if served.pool.find(episode).transcript.branches:
+            raise RuntimeError(f"{api}: a call began a branch")
     connection.close()
 
 
@@ -237,14 +243,16 @@ def pictured(episodes: int) -> list[str]:
     with TemporaryDirectory() as folder:
         save_vision_model("qwen3_vl", Path(folder), load_tokenizer(SHIPPED_POLICY))
         with Served(WORDS, Path(folder)).open() as served:
+            assert served.reader
             for api in PATHS:
                 calls = partial(bodies, api, tools=False, stream=False)
                 plain, shown = (
                     memory(served, episodes, api, calls(picture=each))[0] for each in (b"", file)
                 )
-                files = [*served.store.folder.iterdir()]
-                cells = [f"{plain:.0f} KiB", f"{shown:.0f} KiB", f"{len(file) / 1024:.0f} KiB"]
-                rows.append(tables.row(api, *cells, len(files)))
+                files = [*served.reader.store.folder.iterdir()]
+                cells = [f"{size:.1f} KiB" for size in (plain, shown, len(file) / 1024)]
+                num_tokens = len(served.reader.tokens(file))
+                rows.append(tables.row(api, *cells, num_tokens, len(files)))
     return rows
 
 
@@ -270,9 +278,11 @@ def main() -> int:
         *memories,
         "",
         f"{chosen.episodes} conversations whose questions show the same picture: what one keeps "
-        "while it is open, and the number of files with pixels.",
+        "while it is open, the picture's tokens, and the number of files with pixels. A token "
+        "takes 8 bytes in its piece, and 8 in the list of all tokens. The list has room for up to "
+        "an eighth more, so the difference can be larger.",
         "",
-        *tables.columns("API", "without the picture", "with it", "its file", "files of pixels"),
+        *tables.columns("API", "without it", "with it", "its file", "tokens", "files of pixels"),
         *pictured(chosen.episodes),
     ]
     tables.write("messages", "A call by Messages and by Chat", lines)

@@ -55,7 +55,13 @@ def main() -> None:
         lines.append(tables.row(name, earlier, now, reason or why))
     lines += [tables.row(*limit) for limit in LIMITS]
     counts = [sum(each == "refused" for each, _ in found.values()) for found in (before, after)]
-    lines += ["", f"Refused: {counts[0]} of {len(before)}, then {counts[1]} of {len(after)}."]
+    remaining = [name for name, _, now, _ in LIMITS if now == "refused"]
+    lines += [
+        "",
+        f"Of the gauntlet's models, {counts[0]} of {len(before)} were refused at {chosen.earlier}, "
+        f"and {counts[1]} of {len(after)} are in this checkout. Limits that remain: "
+        f"{', '.join(remaining)}.",
+    ]
     tables.write("models", "Models that are refused", lines)
 
 

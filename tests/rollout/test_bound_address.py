@@ -335,6 +335,8 @@ def test_a_client_in_another_network_namespace_is_recorded_exactly_during_a_floo
         files = make_certificate(tmp_path, network.address)
 
         def work(base_url: str, task: str, seed: int, api_key: str) -> float:
+            with socket.socket() as loopback:  # it listens at the given address only
+                assert loopback.connect_ex(("127.0.0.1", int(httpx.URL(base_url).port or 0)))
             words = ("-m", "tests.support.scripted_agents", client.__name__)
             done = subprocess.run(
                 [*network.enter, sys.executable, *words, base_url, task, api_key],
@@ -356,5 +358,3 @@ def test_a_client_in_another_network_namespace_is_recorded_exactly_during_a_floo
     assert (trajectory.reward, trajectory.num_turns) == (1, 4)
     world.check_exact(trajectory)
     assert trajectory.tokens == alone.tokens
-    with socket.socket() as closed:
-        assert closed.connect_ex(("127.0.0.1", int(world.endpoint._port))) != 0

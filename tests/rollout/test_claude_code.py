@@ -1,4 +1,6 @@
-"""Test Claude Code, unmodified, as an agent: `npm install -g @anthropic-ai/claude-code`.
+"""Test Claude Code, unmodified, as an agent (`make test-clients`).
+
+It is installed by `npm install -g @anthropic-ai/claude-code`.
 
 It runs headless, with its own tools, in a folder of the test. All that it sends is read, and all
 calls of an episode are one conversation with the tokens that were sampled.

@@ -833,7 +833,7 @@ def test_the_limits_on_the_page_are_those_of_the_code() -> None:
     bits = 8 * len(base64.urlsafe_b64decode(token))
     options = inspect.signature(ExternalAgent).parameters
     for text in (
-        f"a new one of {bits} bits in each run",
+        f"a new key of {bits} bits",
         f"at least {connections.MIN_TOKEN_BITS} bits",
         f"At most {connections.MAX_STRANGERS} connections without the key are open",
         f"the head of a request has {connections.HEAD_TIMEOUT_S:g} s",
