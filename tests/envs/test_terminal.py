@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support.waits import wait_until
+from unstale.builders.sampling import print_notice
 from unstale.config import ConfigError, make_task
 from unstale.durability.virtual_clock import run as run_loop
 from unstale.envs import EnvError, Message, ToolCall, Turn
@@ -391,8 +392,10 @@ def test_harbor_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "allowed"),
     [
-        ("", (False, False)),
+        ("", (False, True)),
         ("[environment]\nallow_internet = true\n", (True, True)),
+        ("[environment]\nallow_internet = false\n", (False, False)),
+        ("[verifier]\nnetwork_mode = 'no-network'\n", (False, False)),
         ("[environment]\nnetwork_mode='public'\n[agent]\nnetwork_mode='no-network'", (False, True)),
         ("[verifier]\nnetwork_mode = 'public'\n", (False, True)),
     ],
@@ -402,6 +405,28 @@ def test_network_is_what_the_task_allows_in_each_phase(
 ) -> None:
     each = read_task(harbor(tmp_path / "one", **{"task.toml": text}))
     assert (each.agent_network, each.test_network) == allowed
+
+
+def test_start_of_a_run_tells_which_tasks_do_not_state_the_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harbor(tmp_path / "some/silent")
+    harbor(tmp_path / "some/half", **{"task.toml": "[verifier]\nnetwork_mode = 'no-network'\n"})
+    harbor(tmp_path / "some/clear", **{"task.toml": "[environment]\nallow_internet = false\n"})
+    print_notice(build_taskset(make_task(f"terminal:{tmp_path}/some")))
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.startswith("note: 2 of 3 tasks do not state network_mode or allow_internet")
+    assert "the tests get a network, and the agent gets none. 1 of 3 tasks run in namesp" in told
+    harbor(tmp_path / "all/clear", **{"task.toml": "[environment]\nallow_internet = false\n"})
+    print_notice(build_taskset(make_task(f"terminal:{tmp_path}/all")))
+    assert not capsys.readouterr().err
+
+
+def test_reward_json_counts_before_reward_txt() -> None:
+    both = script(
+        "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\necho 0.5 > /logs/verifier/reward.json\n"
+    )
+    assert dict(play(task(tests={"test.sh": both}))[1].rewards) == {"reward": 0.5}
 
 
 def test_workdir_of_the_task_takes_the_place_of_the_dockerfiles(tmp_path: Path) -> None:

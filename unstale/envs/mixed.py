@@ -8,6 +8,7 @@ from unstale.config import ConfigError
 from unstale.envs import (
     Env,
     HasGiveaways,
+    HasNotice,
     Taskset,
     Votable,
     implements,
@@ -71,6 +72,10 @@ class MixedTasks:
         """Return the warnings of all parts about tasks that reward an empty or constant reply."""
         parts = [part for part in self._parts.values() if implements(part, HasGiveaways)]
         return "; ".join(filter(None, (part.giveaways() for part in parts)))
+
+    def notice(self) -> str:
+        parts = [part for part in self._parts.values() if implements(part, HasNotice)]
+        return ". ".join(filter(None, (part.notice() for part in parts)))
 
     def env(self, task: Task, seed: int) -> Env:
         return self.part_of(task).env(task, seed)

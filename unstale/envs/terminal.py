@@ -88,11 +88,15 @@ class AutoRuntime:
                 raise ConfigError(f"{why}. In its place, {error}") from None
 
     async def start(self, task: TerminalTask) -> Sandbox:
+        return await self.chosen(task).start(task)
+
+    def chosen(self, task: TerminalTask) -> NamespaceRuntime | ContainerRuntime:
+        """Return what makes the sandboxes of a task."""
         try:
             self.namespaces.check(task)
         except ConfigError:
-            return await self.containers.start(task)
-        return await self.namespaces.start(task)
+            return self.containers
+        return self.namespaces
 
 
 class TerminalTasks(ListedTasks):
@@ -119,6 +123,25 @@ class TerminalTasks(ListedTasks):
         for task in (*train, *held_out):
             self._runtime.check(task)
         self.data = {split: [*map(_row, count(), tasks)] for split, tasks in self._tasks.items()}
+
+    def notice(self) -> str:
+        """Return what a run says at its start of tasks whose network is not that of the folder."""
+        tasks = [each for split in self._tasks.values() for each in split]
+        silent = sum(not each.states_network for each in tasks)
+        runtime = self._runtime
+        chosen = runtime.chosen if isinstance(runtime, AutoRuntime) else lambda task: runtime
+        offline = sum(
+            isinstance(chosen(each), NamespaceRuntime)
+            for each in tasks
+            if each.agent_network or each.test_network
+        )
+        lines = [
+            f"{silent} of {len(tasks)} tasks do not state network_mode or allow_internet: where "
+            "it is missing, the tests get a network, and the agent gets none" * bool(silent),
+            f"{offline} of {len(tasks)} tasks run in namespaces, which have no network, and expect "
+            "one, mostly for their tests" * bool(offline),
+        ]
+        return ". ".join(filter(None, lines))
 
     def env(self, task: Task, seed: int) -> "TerminalEnv":
         """Return the environment of a task. `seed` is not used, because nothing in it is random."""

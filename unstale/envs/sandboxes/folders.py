@@ -73,6 +73,7 @@ def _read_harbor(folder: Path) -> TerminalTask:
         raise ConfigError(f"{folder} has no tests/test.sh")
     tests = {**tests, "test.sh": File(tests["test.sh"].content, executable=True)}
     instruction = (folder / "instruction.md").read_text("utf-8").splitlines()
+    agent_network, test_network = (_network(folder, config, each) for each in ("agent", "verifier"))
     return TerminalTask(
         name=folder.name,
         instruction="\n".join(line for line in instruction if "harbor-canary" not in line).strip(),
@@ -87,8 +88,9 @@ def _read_harbor(folder: Path) -> TerminalTask:
         storage_mb=_megabytes(environment.get("storage_mb", environment.get("storage", 10_240))),
         memory_mb=_megabytes(environment.get("memory_mb", environment.get("memory", 2048))),
         cpus=float(environment.get("cpus", 1)),
-        agent_network=_network(folder, config, "agent"),
-        test_network=_network(folder, config, "verifier"),
+        agent_network=bool(agent_network),
+        test_network=test_network is not False,
+        states_network=None not in (agent_network, test_network),
         workdir=environment.get("workdir", ""),
         image=environment.get("docker_image", ""),
     )
@@ -162,15 +164,20 @@ def _file(path: Path) -> File:
     return File(path.read_bytes(), executable=bool(path.stat().st_mode & 0o100))
 
 
-def _network(folder: Path, config: Mapping[str, Any], phase: str) -> bool:
-    """Return True if the task allows the network in a phase, `agent` or `verifier`."""
+def _network(folder: Path, config: Mapping[str, Any], phase: str) -> bool | None:
+    """Return True if the task allows the network in a phase, `agent` or `verifier`.
+
+    None if the task does not say. Harbor then allows it in both. Here only the tests get it, since
+    an agent in training is not trusted.
+    """
     environment = config.get("environment", {})
-    given = "public" if environment.get("allow_internet") else "no-network"
+    allowed = environment.get("allow_internet")
+    given = None if allowed is None else "public" if allowed else "no-network"
     mode = environment.get("network_mode", given)
     mode = config.get(phase, {}).get("network_mode", mode)
-    if mode not in ("public", "no-network"):
+    if mode not in ("public", "no-network", None):
         raise ConfigError(f"{folder}/task.toml: network_mode must be public or no-network: {mode}")
-    return bool(mode == "public")
+    return None if mode is None else bool(mode == "public")
 
 
 def _variables(folder: Path, given: Mapping[str, Any]) -> dict[str, str]:
