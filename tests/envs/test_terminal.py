@@ -486,6 +486,25 @@ def test_what_a_sandbox_cannot_give_is_refused_by_name(
         build_taskset(make_task(f"terminal:{tmp_path}/train", runtime="namespaces"))
 
 
+def test_all_folders_that_cannot_be_used_are_named_at_once(tmp_path: Path) -> None:
+    harbor(tmp_path / "few/good")
+    harbor(tmp_path / "few/gpu", **{"task.toml": "[environment]\ngpus = 1\n"})
+    harbor(tmp_path / "few/image", **{"environment/Dockerfile": "FROM ubuntu:24.04\n"})
+    for number in range(22):
+        (tmp_path / f"many/{number:02}").mkdir(parents=True)
+    with pytest.raises(ConfigError) as refused:
+        build_taskset(make_task(f"terminal:{tmp_path}/few", runtime="namespaces"))
+    first, gpu, image = str(refused.value).splitlines()
+    assert first.startswith(f"2 folders in {tmp_path}/few cannot be used as tasks")
+    assert gpu.startswith("  gpu: ") and gpu.endswith("gpus is not supported")
+    assert image.startswith("  image: image needs the image ubuntu:24.04")
+    with pytest.raises(ConfigError) as refused:
+        read_folder(tmp_path / "many")
+    lines = str(refused.value).splitlines()
+    assert lines[0].startswith("22 folders") and lines[20].startswith("  19: ")
+    assert lines[21:] == ["  and 2 more"]
+
+
 def test_failed_command_of_the_dockerfile_is_shown() -> None:
     async def begin() -> None:
         broken = task(dockerfile="FROM scratch\nRUN echo no >&2; exit 3\n")

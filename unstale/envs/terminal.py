@@ -253,7 +253,9 @@ def _make(options: TerminalConfig) -> TerminalTasks:
                 "hidden: move it to another folder"
             )
     runtime = _runtime(options)
-    train, held_out = (read_folder(Path(folder)) if folder else [] for folder in folders)
+    train, held_out = (
+        read_folder(Path(folder), runtime.check) if folder else [] for folder in folders
+    )
     commands = Commands(options.command_s, options.output_kb)
     return TerminalTasks("terminal", train, held_out, runtime=runtime, commands=commands)
 

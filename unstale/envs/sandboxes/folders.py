@@ -6,7 +6,7 @@ Harbor: `instruction.md`, `task.toml`, `environment/`, `tests/test.sh`, which wr
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,35 @@ _NO_PART = {
 _NOT_CONTEXT = ("tests", "run-tests.sh", "solution", "solution.sh", "solution.yaml", "task.yaml")
 """Files and folders of a Terminal-Bench task that its Dockerfile must not copy."""
 _MANY_PARTS = ("docker-compose.yaml", ".dockerignore")
+_MAX_SHOWN = 20
+"""Largest number of folders that one error names."""
 _UNITS = {"M": 1, "G": 1024}
 
 
-def read_folder(folder: Path) -> list[TerminalTask]:
+def read_folder(
+    folder: Path, check: Callable[[TerminalTask], None] = lambda task: None
+) -> list[TerminalTask]:
     """Return the tasks in a folder's subfolders, sorted by name.
 
-    Raises `ConfigError` if there are no subfolders, or if one of them cannot be read as a task.
+    Raises `ConfigError` if there are no subfolders. If some cannot be read as a task, or `check`
+    raises `ConfigError` for their tasks, the error names them all.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} with tasks")
-    tasks = [read_task(each) for each in sorted(folder.iterdir()) if each.is_dir()]
+    tasks, problems = [], []
+    for each in sorted(filter(Path.is_dir, folder.iterdir())):
+        try:
+            tasks.append(read_task(each))
+            check(tasks[-1])
+        except ConfigError as error:
+            problems.append(f"{each.name}: {error}")
+    if problems:
+        more = len(problems) - _MAX_SHOWN
+        lines = [*problems[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        raise ConfigError(
+            f"{len(problems)} folders in {folder} cannot be used as tasks. Mend them, or move them "
+            "to another folder:\n  " + "\n  ".join(lines)
+        )
     if not tasks:
         raise ConfigError(f"{folder} has no folders with tasks")
     return tasks
