@@ -22,11 +22,13 @@ from unstale.builders.sampling import print_notice
 from unstale.config import ConfigError, make_task
 from unstale.durability.virtual_clock import run as run_loop
 from unstale.envs import EnvError, Message, ToolCall, Turn
+from unstale.envs.mixed import MixedTasks
 from unstale.envs.registry import build_taskset
 from unstale.envs.sandboxes.folders import read_folder, read_task
 from unstale.envs.sandboxes.namespaces import NamespaceRuntime
 from unstale.envs.sandboxes.runtime import CommandResult, File, Runtime, TerminalTask, Verdict
 from unstale.envs.terminal import Commands, TerminalEnv, TerminalTasks
+from unstale.isolation import isolate
 from unstale.testing import check_env
 
 SECRET = "the-hidden-answer"
@@ -116,6 +118,34 @@ def test_time_limit_of_the_agent_ends_its_turn() -> None:
 
     turn = asyncio.run(episode())
     assert turn.done and turn.facts["out_of_time"] == 1.0 and turn.facts["commands"] == 0.0
+
+
+def test_a_call_may_take_as_long_as_the_limits_of_the_tasks(tmp_path: Path) -> None:
+    """An image is built, and tests run, for longer than other environments may take."""
+    harbor(tmp_path / "some/one", **{"task.toml": "[verifier]\ntimeout_sec = 3000\n"})
+    options = make_task(f"terminal:{tmp_path}/some", isolate="process")
+    tasks = build_taskset(options)
+    mixed = MixedTasks("both", [TerminalTasks("other", [task()]), tasks])
+    found = [each.longest_call_s for each in (tasks, isolate(tasks, options), mixed)]
+    assert found == [6000.0] * 3
+
+
+def test_commands_of_one_reply_share_the_time_limit_of_the_agent() -> None:
+    calls = tuple(ToolCall("bash", {"command": each}) for each in ("sleep 60", "echo 1 > late"))
+
+    async def episode() -> list[Turn]:
+        env = TerminalEnv(task(agent_timeout_s=0.5), NamespaceRuntime())
+        await env.begin()
+        turns = [await env.step(Message("assistant", "", tool_calls=calls)) for _ in range(2)]
+        await env.close()
+        return turns
+
+    first, last = asyncio.run(episode())
+    assert [each.content for each in first.messages] == [
+        "[killed at the time limit]",
+        "[not run: the time limit is reached]",
+    ]
+    assert last.done and last.facts["out_of_time"] == 1.0
 
 
 class SlowSandbox:

@@ -32,6 +32,7 @@ class MixedTasks:
             raise ConfigError(f"the parts of {name} must have different names, got {names}")
         schemas = {tool["function"]["name"]: tool for part in parts for tool in part.tools}
         self.tools: tuple[Mapping[str, Any], ...] = tuple(schemas.values())
+        self.longest_call_s = max(getattr(part, "longest_call_s", 0.0) for part in parts)
         if all(implements(part, Votable) for part in parts):
             self.answer_of = self._answer_of
 

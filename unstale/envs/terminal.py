@@ -52,8 +52,10 @@ class TerminalConfig(TaskConfig):
     """
     host_programs: bool = False
     """Let the programs of this machine stand in for the image that a Dockerfile's FROM names."""
-    command_s: Positive = 30.0
-    """Seconds after which a command of the agent is killed."""
+    command_s: Positive = 180.0
+    """Seconds after which a command of the agent is killed, or earlier at the task's own limit for
+    all its commands.
+    """
     output_kb: PositiveInt = 4
     """Size in kB from which on the output of a command is cut off."""
     storage_mb: PositiveInt = 256
@@ -66,7 +68,7 @@ class TerminalConfig(TaskConfig):
 class Commands:
     """Limits of each command of the agent: its time in seconds and the size of its output in kB."""
 
-    seconds: float = 30.0
+    seconds: float = 180.0
     output_kb: int = 4
 
 
@@ -122,6 +124,16 @@ class TerminalTasks(ListedTasks):
         self._tasks = {"train": train, "held_out": held_out}
         for task in (*train, *held_out):
             self._runtime.check(task)
+        self.longest_call_s = 2 * max(
+            (
+                max(each.build_timeout_s, each.agent_timeout_s, each.test_timeout_s)
+                for each in (*train, *held_out)
+            ),
+            default=0.0,
+        )
+        """Seconds that a call of an environment may take, since the sandboxes have limits of their
+        own: that of a task, and as long for calls of podman and for the build of another episode.
+        """
         self.data = {split: [*map(_row, count(), tasks)] for split, tasks in self._tasks.items()}
 
     def notice(self) -> str:
@@ -209,8 +221,11 @@ class TerminalEnv:
         if "\0" in command:
             raise ValueError("a command cannot have the character NUL")
         limits, loop = self._commands, asyncio.get_running_loop()
+        seconds = min(limits.seconds, self._task.agent_timeout_s - self._used_s)
+        if seconds <= 0:
+            return "[not run: the time limit is reached]"
         sandbox, begun = self._opened(), loop.time()
-        result = await sandbox.run(command, seconds=limits.seconds, output_kb=limits.output_kb)
+        result = await sandbox.run(command, seconds=seconds, output_kb=limits.output_kb)
         self._used_s += loop.time() - begun
         return _shown(result)
 
