@@ -278,6 +278,15 @@ def test_reward_file_that_cannot_be_read_counts_as_0(name: str) -> None:
     assert dict(last.rewards) == {"reward": 0.0} and last.facts["no_reward"] == 1.0
 
 
+@pytest.mark.parametrize(("text", "missing"), [("exit 1", 0.0), ("no-such-program", 1.0)])
+def test_missing_program_of_the_tests_is_told_apart_from_a_failure(
+    text: str, missing: float
+) -> None:
+    hidden = {"test.sh": script(f"#!/bin/bash\n{text}\n")}
+    _, last = play(task(tests=hidden, exit_code_decides=True))
+    assert dict(last.rewards) == {"reward": 0.0} and last.facts["no_reward"] == missing
+
+
 def test_process_of_the_tests_cannot_change_the_reward_later() -> None:
     late = "#!/bin/bash\necho 0 > /logs/verifier/reward.txt\n(sleep 0.2; echo 1 > reward.txt) &\n"
     _, last = play(task(tests={"test.sh": script(late)}, test_timeout_s=1.0))

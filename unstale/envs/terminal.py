@@ -30,6 +30,8 @@ from unstale.envs.sandboxes.runtime import (
 )
 from unstale.records import Task
 
+_NOT_FOUND = (126, 127)
+"""Exit codes of a shell whose program is missing, or cannot be run."""
 SYSTEM = "Work with the tool. When the task is done, answer without a call."
 TOOL = tool_schema(
     "bash",
@@ -243,13 +245,14 @@ def _shown(result: CommandResult) -> str:
 
 
 def _rewards(task: TerminalTask, verdict: Verdict) -> tuple[dict[str, float], bool]:
-    """Return an episode's rewards, and True if the tests wrote none that can be read.
+    """Return an episode's rewards, and True if the tests wrote none that can be read, or if their
+    exit code is that of a missing program.
 
     The reward is then 0. An error would let the agent avoid the result of a task that it fails.
     """
     if task.exit_code_decides:
         passed = verdict.tests.code == 0 and verdict.tests.ended != "timeout"
-        return {"reward": float(passed)}, False
+        return {"reward": float(passed)}, verdict.tests.code in _NOT_FOUND
     try:
         value = json.loads(verdict.reward)
         rewards = read_rewards(value if isinstance(value, dict) else {"reward": value})
