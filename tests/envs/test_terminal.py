@@ -18,14 +18,17 @@ from typing import Any
 import pytest
 
 from tests.support.waits import wait_until
+from unstale.builders.sampling import print_notice
 from unstale.config import ConfigError, make_task
 from unstale.durability.virtual_clock import run as run_loop
 from unstale.envs import EnvError, Message, ToolCall, Turn
+from unstale.envs.mixed import MixedTasks
 from unstale.envs.registry import build_taskset
 from unstale.envs.sandboxes.folders import read_folder, read_task
 from unstale.envs.sandboxes.namespaces import NamespaceRuntime
 from unstale.envs.sandboxes.runtime import CommandResult, File, Runtime, TerminalTask, Verdict
 from unstale.envs.terminal import Commands, TerminalEnv, TerminalTasks
+from unstale.isolation import isolate
 from unstale.testing import check_env
 
 SECRET = "the-hidden-answer"
@@ -115,6 +118,34 @@ def test_time_limit_of_the_agent_ends_its_turn() -> None:
 
     turn = asyncio.run(episode())
     assert turn.done and turn.facts["out_of_time"] == 1.0 and turn.facts["commands"] == 0.0
+
+
+def test_a_call_may_take_as_long_as_the_limits_of_the_tasks(tmp_path: Path) -> None:
+    """An image is built, and tests run, for longer than other environments may take."""
+    harbor(tmp_path / "some/one", **{"task.toml": "[verifier]\ntimeout_sec = 3000\n"})
+    options = make_task(f"terminal:{tmp_path}/some", isolate="process")
+    tasks = build_taskset(options)
+    mixed = MixedTasks("both", [TerminalTasks("other", [task()]), tasks])
+    found = [each.longest_call_s for each in (tasks, isolate(tasks, options), mixed)]
+    assert found == [6000.0] * 3
+
+
+def test_commands_of_one_reply_share_the_time_limit_of_the_agent() -> None:
+    calls = tuple(ToolCall("bash", {"command": each}) for each in ("sleep 60", "echo 1 > late"))
+
+    async def episode() -> list[Turn]:
+        env = TerminalEnv(task(agent_timeout_s=0.5), NamespaceRuntime())
+        await env.begin()
+        turns = [await env.step(Message("assistant", "", tool_calls=calls)) for _ in range(2)]
+        await env.close()
+        return turns
+
+    first, last = asyncio.run(episode())
+    assert [each.content for each in first.messages] == [
+        "[killed at the time limit]",
+        "[not run: the time limit is reached]",
+    ]
+    assert last.done and last.facts["out_of_time"] == 1.0
 
 
 class SlowSandbox:
@@ -245,6 +276,15 @@ def test_reward_file_that_cannot_be_read_counts_as_0(name: str) -> None:
     hidden = {"test.sh": script(f"#!/bin/bash\n{BAD_REWARDS[name]}\n")}
     _, last = play(task(tests=hidden))
     assert dict(last.rewards) == {"reward": 0.0} and last.facts["no_reward"] == 1.0
+
+
+@pytest.mark.parametrize(("text", "missing"), [("exit 1", 0.0), ("no-such-program", 1.0)])
+def test_missing_program_of_the_tests_is_told_apart_from_a_failure(
+    text: str, missing: float
+) -> None:
+    hidden = {"test.sh": script(f"#!/bin/bash\n{text}\n")}
+    _, last = play(task(tests=hidden, exit_code_decides=True))
+    assert dict(last.rewards) == {"reward": 0.0} and last.facts["no_reward"] == missing
 
 
 def test_process_of_the_tests_cannot_change_the_reward_later() -> None:
@@ -391,8 +431,10 @@ def test_harbor_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "allowed"),
     [
-        ("", (False, False)),
+        ("", (False, True)),
         ("[environment]\nallow_internet = true\n", (True, True)),
+        ("[environment]\nallow_internet = false\n", (False, False)),
+        ("[verifier]\nnetwork_mode = 'no-network'\n", (False, False)),
         ("[environment]\nnetwork_mode='public'\n[agent]\nnetwork_mode='no-network'", (False, True)),
         ("[verifier]\nnetwork_mode = 'public'\n", (False, True)),
     ],
@@ -402,6 +444,28 @@ def test_network_is_what_the_task_allows_in_each_phase(
 ) -> None:
     each = read_task(harbor(tmp_path / "one", **{"task.toml": text}))
     assert (each.agent_network, each.test_network) == allowed
+
+
+def test_start_of_a_run_tells_which_tasks_do_not_state_the_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harbor(tmp_path / "some/silent")
+    harbor(tmp_path / "some/half", **{"task.toml": "[verifier]\nnetwork_mode = 'no-network'\n"})
+    harbor(tmp_path / "some/clear", **{"task.toml": "[environment]\nallow_internet = false\n"})
+    print_notice(build_taskset(make_task(f"terminal:{tmp_path}/some")))
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.startswith("note: 2 of 3 tasks do not state network_mode or allow_internet")
+    assert "the tests get a network, and the agent gets none. 1 of 3 tasks run in namesp" in told
+    harbor(tmp_path / "all/clear", **{"task.toml": "[environment]\nallow_internet = false\n"})
+    print_notice(build_taskset(make_task(f"terminal:{tmp_path}/all")))
+    assert not capsys.readouterr().err
+
+
+def test_reward_json_counts_before_reward_txt() -> None:
+    both = script(
+        "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\necho 0.5 > /logs/verifier/reward.json\n"
+    )
+    assert dict(play(task(tests={"test.sh": both}))[1].rewards) == {"reward": 0.5}
 
 
 def test_workdir_of_the_task_takes_the_place_of_the_dockerfiles(tmp_path: Path) -> None:
@@ -459,6 +523,25 @@ def test_what_a_sandbox_cannot_give_is_refused_by_name(
     harbor(tmp_path / "train/one", **files)
     with pytest.raises(ConfigError, match=says):
         build_taskset(make_task(f"terminal:{tmp_path}/train", runtime="namespaces"))
+
+
+def test_all_folders_that_cannot_be_used_are_named_at_once(tmp_path: Path) -> None:
+    harbor(tmp_path / "few/good")
+    harbor(tmp_path / "few/gpu", **{"task.toml": "[environment]\ngpus = 1\n"})
+    harbor(tmp_path / "few/image", **{"environment/Dockerfile": "FROM ubuntu:24.04\n"})
+    for number in range(22):
+        (tmp_path / f"many/{number:02}").mkdir(parents=True)
+    with pytest.raises(ConfigError) as refused:
+        build_taskset(make_task(f"terminal:{tmp_path}/few", runtime="namespaces"))
+    first, gpu, image = str(refused.value).splitlines()
+    assert first.startswith(f"2 folders in {tmp_path}/few cannot be used as tasks")
+    assert gpu.startswith("  gpu: ") and gpu.endswith("gpus is not supported")
+    assert image.startswith("  image: image needs the image ubuntu:24.04")
+    with pytest.raises(ConfigError) as refused:
+        read_folder(tmp_path / "many")
+    lines = str(refused.value).splitlines()
+    assert lines[0].startswith("22 folders") and lines[20].startswith("  19: ")
+    assert lines[21:] == ["  and 2 more"]
 
 
 def test_failed_command_of_the_dockerfile_is_shown() -> None:

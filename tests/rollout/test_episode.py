@@ -325,6 +325,22 @@ def test_a_hanging_environment_is_a_failed_episode() -> None:
     assert isinstance(outcome, Failure) and outcome.error.startswith("TimeoutError")
 
 
+def test_a_task_set_with_limits_of_its_own_allows_longer_calls() -> None:
+    class Slow(Tasks):
+        longest_call_s = 60.0
+
+        def env(self, task: Task, seed: int) -> Any:
+            class Waiting(Env):
+                async def step(self, reply: Message) -> Turn:
+                    await asyncio.sleep(0.05)
+                    return await super().step(reply)
+
+            return Waiting(self.scripts.pop(0), self.heard)
+
+    outcome, _ = play(Slow([says("hi"), over()]), retries=0, timeout_s=0.01)
+    assert isinstance(outcome, Trajectory)
+
+
 def test_a_cancellation_inside_an_environment_fails_its_episode_alone() -> None:
     class Leaky(Tasks):
         def env(self, task: Task, seed: int) -> Any:

@@ -42,6 +42,7 @@ from unstale.engines.routing import Phases
 from unstale.envs import (
     EnvError,
     HasGiveaways,
+    HasNotice,
     Taskset,
     Votable,
     implements,
@@ -78,6 +79,8 @@ def build_sampler(
     check_taskset(taskset, config.seed, config.max_steps * config.schedule.groups_per_step)
     with preparing(taskset, "giveaways()"):
         warn_of_giveaways(taskset)
+    with preparing(taskset, "notice()"):
+        print_notice(taskset)
     if config.selection.pool:  # both calls raise ConfigError for a pool that does not fit
         with preparing(taskset, "train() or text()"):
             pool = make_pool(taskset, config.seed, config.selection)
@@ -236,6 +239,12 @@ def warn_of_giveaways(taskset: Taskset) -> None:
             f"[yellow]warning:[/] {escape(text)}. A policy may learn such replies instead of the "
             "task: leave these tasks out, or read some episodes of the run"
         )
+
+
+def print_notice(taskset: Taskset) -> None:
+    """Print what a task set says about itself, if it says something."""
+    if text := taskset.notice() if implements(taskset, HasNotice) else "":
+        _print_note(f"note: {escape(text)}")
 
 
 def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> None:

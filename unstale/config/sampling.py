@@ -392,7 +392,9 @@ class RolloutConfig(Section):
     max_turns: PositiveInt = 10
     """Largest number of replies in an episode."""
     timeout_s: Positive = 60.0
-    """Seconds within which an environment must answer a call."""
+    """Seconds within which an environment must answer a call. Terminal tasks may take longer: their
+    sandboxes have limits of their own.
+    """
     retries: Count = 1
     """Number of times that an episode is started again after an error of its environment, with the
     same seed.

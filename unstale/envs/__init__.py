@@ -450,6 +450,15 @@ class HasGiveaways(Protocol):
 
 
 @runtime_checkable
+class HasNotice(Protocol):
+    """A task set that says something about itself when a run starts."""
+
+    def notice(self) -> str:
+        """Return a text, such as on defaults that its tasks get. Empty for none."""
+        ...
+
+
+@runtime_checkable
 class HasDemonstrations(Protocol):
     """A task set that can solve its tasks, for supervised training at the start (`sft.steps`)."""
 

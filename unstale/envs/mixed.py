@@ -8,6 +8,7 @@ from unstale.config import ConfigError
 from unstale.envs import (
     Env,
     HasGiveaways,
+    HasNotice,
     Taskset,
     Votable,
     implements,
@@ -31,6 +32,7 @@ class MixedTasks:
             raise ConfigError(f"the parts of {name} must have different names, got {names}")
         schemas = {tool["function"]["name"]: tool for part in parts for tool in part.tools}
         self.tools: tuple[Mapping[str, Any], ...] = tuple(schemas.values())
+        self.longest_call_s = max(getattr(part, "longest_call_s", 0.0) for part in parts)
         if all(implements(part, Votable) for part in parts):
             self.answer_of = self._answer_of
 
@@ -71,6 +73,10 @@ class MixedTasks:
         """Return the warnings of all parts about tasks that reward an empty or constant reply."""
         parts = [part for part in self._parts.values() if implements(part, HasGiveaways)]
         return "; ".join(filter(None, (part.giveaways() for part in parts)))
+
+    def notice(self) -> str:
+        parts = [part for part in self._parts.values() if implements(part, HasNotice)]
+        return ". ".join(filter(None, (part.notice() for part in parts)))
 
     def env(self, task: Task, seed: int) -> Env:
         return self.part_of(task).env(task, seed)

@@ -30,6 +30,8 @@ from unstale.envs.sandboxes.runtime import (
 )
 from unstale.records import Task
 
+_NOT_FOUND = (126, 127)
+"""Exit codes of a shell whose program is missing, or cannot be run."""
 SYSTEM = "Work with the tool. When the task is done, answer without a call."
 TOOL = tool_schema(
     "bash",
@@ -52,8 +54,10 @@ class TerminalConfig(TaskConfig):
     """
     host_programs: bool = False
     """Let the programs of this machine stand in for the image that a Dockerfile's FROM names."""
-    command_s: Positive = 30.0
-    """Seconds after which a command of the agent is killed."""
+    command_s: Positive = 180.0
+    """Seconds after which a command of the agent is killed, or earlier at the task's own limit for
+    all its commands.
+    """
     output_kb: PositiveInt = 4
     """Size in kB from which on the output of a command is cut off."""
     storage_mb: PositiveInt = 256
@@ -66,7 +70,7 @@ class TerminalConfig(TaskConfig):
 class Commands:
     """Limits of each command of the agent: its time in seconds and the size of its output in kB."""
 
-    seconds: float = 30.0
+    seconds: float = 180.0
     output_kb: int = 4
 
 
@@ -88,11 +92,15 @@ class AutoRuntime:
                 raise ConfigError(f"{why}. In its place, {error}") from None
 
     async def start(self, task: TerminalTask) -> Sandbox:
+        return await self.chosen(task).start(task)
+
+    def chosen(self, task: TerminalTask) -> NamespaceRuntime | ContainerRuntime:
+        """Return what makes the sandboxes of a task."""
         try:
             self.namespaces.check(task)
         except ConfigError:
-            return await self.containers.start(task)
-        return await self.namespaces.start(task)
+            return self.containers
+        return self.namespaces
 
 
 class TerminalTasks(ListedTasks):
@@ -118,7 +126,36 @@ class TerminalTasks(ListedTasks):
         self._tasks = {"train": train, "held_out": held_out}
         for task in (*train, *held_out):
             self._runtime.check(task)
+        self.longest_call_s = 2 * max(
+            (
+                max(each.build_timeout_s, each.agent_timeout_s, each.test_timeout_s)
+                for each in (*train, *held_out)
+            ),
+            default=0.0,
+        )
+        """Seconds that a call of an environment may take, since the sandboxes have limits of their
+        own: that of a task, and as long for calls of podman and for the build of another episode.
+        """
         self.data = {split: [*map(_row, count(), tasks)] for split, tasks in self._tasks.items()}
+
+    def notice(self) -> str:
+        """Return what a run says at its start of tasks whose network is not that of the folder."""
+        tasks = [each for split in self._tasks.values() for each in split]
+        silent = sum(not each.states_network for each in tasks)
+        runtime = self._runtime
+        chosen = runtime.chosen if isinstance(runtime, AutoRuntime) else lambda task: runtime
+        offline = sum(
+            isinstance(chosen(each), NamespaceRuntime)
+            for each in tasks
+            if each.agent_network or each.test_network
+        )
+        lines = [
+            f"{silent} of {len(tasks)} tasks do not state network_mode or allow_internet: where "
+            "it is missing, the tests get a network, and the agent gets none" * bool(silent),
+            f"{offline} of {len(tasks)} tasks run in namespaces, which have no network, and expect "
+            "one, mostly for their tests" * bool(offline),
+        ]
+        return ". ".join(filter(None, lines))
 
     def env(self, task: Task, seed: int) -> "TerminalEnv":
         """Return the environment of a task. `seed` is not used, because nothing in it is random."""
@@ -186,8 +223,11 @@ class TerminalEnv:
         if "\0" in command:
             raise ValueError("a command cannot have the character NUL")
         limits, loop = self._commands, asyncio.get_running_loop()
+        seconds = min(limits.seconds, self._task.agent_timeout_s - self._used_s)
+        if seconds <= 0:
+            return "[not run: the time limit is reached]"
         sandbox, begun = self._opened(), loop.time()
-        result = await sandbox.run(command, seconds=limits.seconds, output_kb=limits.output_kb)
+        result = await sandbox.run(command, seconds=seconds, output_kb=limits.output_kb)
         self._used_s += loop.time() - begun
         return _shown(result)
 
@@ -205,13 +245,14 @@ def _shown(result: CommandResult) -> str:
 
 
 def _rewards(task: TerminalTask, verdict: Verdict) -> tuple[dict[str, float], bool]:
-    """Return an episode's rewards, and True if the tests wrote none that can be read.
+    """Return an episode's rewards, and True if the tests wrote none that can be read, or if their
+    exit code is that of a missing program.
 
     The reward is then 0. An error would let the agent avoid the result of a task that it fails.
     """
     if task.exit_code_decides:
         passed = verdict.tests.code == 0 and verdict.tests.ended != "timeout"
-        return {"reward": float(passed)}, False
+        return {"reward": float(passed)}, verdict.tests.code in _NOT_FOUND
     try:
         value = json.loads(verdict.reward)
         rewards = read_rewards(value if isinstance(value, dict) else {"reward": value})
@@ -230,7 +271,9 @@ def _make(options: TerminalConfig) -> TerminalTasks:
                 "hidden: move it to another folder"
             )
     runtime = _runtime(options)
-    train, held_out = (read_folder(Path(folder)) if folder else [] for folder in folders)
+    train, held_out = (
+        read_folder(Path(folder), runtime.check) if folder else [] for folder in folders
+    )
     commands = Commands(options.command_s, options.output_kb)
     return TerminalTasks("terminal", train, held_out, runtime=runtime, commands=commands)
 

@@ -191,6 +191,7 @@ class IsolatedTasks:
             self.identity = inner.identity
         self.roles: Sequence[str] = getattr(inner, "roles", ())
         self.place_of = getattr(inner, "place_of", None)
+        self.longest_call_s: float = getattr(inner, "longest_call_s", 0.0)
         if implements(inner, HasTexts):
             self.text = inner.text
         if implements(inner, Votable):

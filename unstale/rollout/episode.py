@@ -184,6 +184,7 @@ class Rollout:
         self.roles: Sequence[str] = getattr(taskset, "roles", ())
         """Roles that the policy takes in an episode. Its main conversation has the first one."""
         self.config = config
+        self._timeout_s = max(config.timeout_s, getattr(taskset, "longest_call_s", 0.0))
         self.turn_limit: TurnLimit | None = None
         """A technique's limit of turns for episodes of no group, which `episode` or a server runs.
         None for no such limit.
@@ -517,7 +518,7 @@ class Rollout:
         repeat the recorded text.
         """
         async with _OpenEnvironment() as opened:
-            with stage("begin", self.config.timeout_s) as timeout:
+            with stage("begin", self._timeout_s) as timeout:
                 fork = transcript.fork
                 chat = await self.chat(task)
                 if fork and fork.writes:
@@ -645,7 +646,7 @@ class Rollout:
                 reply, ended = await self._generate(transcript, budget_use)
             except Pruned:
                 return replace(turn, rewards={}), "pruned"
-            with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
+            with stage(f"step {len(turn_rewards) + 1}", self._timeout_s):
                 if HasSimulatedDelays in caller.kinds:
                     await caller.hook("replaying", setattr, env, "replaying", transcript.replaying)
                 message = await self._parse(chat, reply)

@@ -6,7 +6,7 @@ Harbor: `instruction.md`, `task.toml`, `environment/`, `tests/test.sh`, which wr
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,35 @@ _NO_PART = {
 _NOT_CONTEXT = ("tests", "run-tests.sh", "solution", "solution.sh", "solution.yaml", "task.yaml")
 """Files and folders of a Terminal-Bench task that its Dockerfile must not copy."""
 _MANY_PARTS = ("docker-compose.yaml", ".dockerignore")
+_MAX_SHOWN = 20
+"""Largest number of folders that one error names."""
 _UNITS = {"M": 1, "G": 1024}
 
 
-def read_folder(folder: Path) -> list[TerminalTask]:
+def read_folder(
+    folder: Path, check: Callable[[TerminalTask], None] = lambda task: None
+) -> list[TerminalTask]:
     """Return the tasks in a folder's subfolders, sorted by name.
 
-    Raises `ConfigError` if there are no subfolders, or if one of them cannot be read as a task.
+    Raises `ConfigError` if there are no subfolders. If some cannot be read as a task, or `check`
+    raises `ConfigError` for their tasks, the error names them all.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} with tasks")
-    tasks = [read_task(each) for each in sorted(folder.iterdir()) if each.is_dir()]
+    tasks, problems = [], []
+    for each in sorted(filter(Path.is_dir, folder.iterdir())):
+        try:
+            tasks.append(read_task(each))
+            check(tasks[-1])
+        except ConfigError as error:
+            problems.append(f"{each.name}: {error}")
+    if problems:
+        more = len(problems) - _MAX_SHOWN
+        lines = [*problems[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        raise ConfigError(
+            f"{len(problems)} folders in {folder} cannot be used as tasks. Mend them, or move them "
+            "to another folder:\n  " + "\n  ".join(lines)
+        )
     if not tasks:
         raise ConfigError(f"{folder} has no folders with tasks")
     return tasks
@@ -73,6 +91,7 @@ def _read_harbor(folder: Path) -> TerminalTask:
         raise ConfigError(f"{folder} has no tests/test.sh")
     tests = {**tests, "test.sh": File(tests["test.sh"].content, executable=True)}
     instruction = (folder / "instruction.md").read_text("utf-8").splitlines()
+    agent_network, test_network = (_network(folder, config, each) for each in ("agent", "verifier"))
     return TerminalTask(
         name=folder.name,
         instruction="\n".join(line for line in instruction if "harbor-canary" not in line).strip(),
@@ -87,8 +106,9 @@ def _read_harbor(folder: Path) -> TerminalTask:
         storage_mb=_megabytes(environment.get("storage_mb", environment.get("storage", 10_240))),
         memory_mb=_megabytes(environment.get("memory_mb", environment.get("memory", 2048))),
         cpus=float(environment.get("cpus", 1)),
-        agent_network=_network(folder, config, "agent"),
-        test_network=_network(folder, config, "verifier"),
+        agent_network=bool(agent_network),
+        test_network=test_network is not False,
+        states_network=None not in (agent_network, test_network),
         workdir=environment.get("workdir", ""),
         image=environment.get("docker_image", ""),
     )
@@ -162,15 +182,20 @@ def _file(path: Path) -> File:
     return File(path.read_bytes(), executable=bool(path.stat().st_mode & 0o100))
 
 
-def _network(folder: Path, config: Mapping[str, Any], phase: str) -> bool:
-    """Return True if the task allows the network in a phase, `agent` or `verifier`."""
+def _network(folder: Path, config: Mapping[str, Any], phase: str) -> bool | None:
+    """Return True if the task allows the network in a phase, `agent` or `verifier`.
+
+    None if the task does not say. Harbor then allows it in both. Here only the tests get it, since
+    an agent in training is not trusted.
+    """
     environment = config.get("environment", {})
-    given = "public" if environment.get("allow_internet") else "no-network"
+    allowed = environment.get("allow_internet")
+    given = None if allowed is None else "public" if allowed else "no-network"
     mode = environment.get("network_mode", given)
     mode = config.get(phase, {}).get("network_mode", mode)
-    if mode not in ("public", "no-network"):
+    if mode not in ("public", "no-network", None):
         raise ConfigError(f"{folder}/task.toml: network_mode must be public or no-network: {mode}")
-    return bool(mode == "public")
+    return None if mode is None else bool(mode == "public")
 
 
 def _variables(folder: Path, given: Mapping[str, Any]) -> dict[str, str]:

@@ -51,6 +51,8 @@ class TerminalTask:
     agent_network: bool = False
     test_network: bool = False
     """True if the agent's commands, or the tests, may use the network."""
+    states_network: bool = field(default=True, repr=False)
+    """False if a folder's task does not say both. Not in `repr`, which says what the task is."""
     workdir: str = ""
     """Folder of commands and tests, instead of the last WORKDIR of the Dockerfile."""
     image: str = ""
@@ -58,7 +60,9 @@ class TerminalTask:
 
 
 REWARD_FILES = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
-"""Files for the rewards: a number or a JSON object. The first one that exists counts."""
+"""Files for the rewards: a number or a JSON object. The first one that exists counts,
+as in Harbor.
+"""
 
 
 @dataclass(frozen=True, slots=True)
