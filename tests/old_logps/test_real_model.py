@@ -1,7 +1,8 @@
 """Compare exact old log-probabilities of a pretrained model with plain transformers.
 
 The model is SmolLM2-135M-Instruct, in float32. A run of several versions trains on replies of which
-some were interrupted by an update. The largest error of old log-probabilities against float64 may
+some were interrupted by an update, and short runs on forked episodes and on text whose context was
+edited. The largest error of old log-probabilities against float64 may
 exceed that of plain float32 passes on the same tokens by 1e-5 nats. The engine's log-probability
 shows which version sampled a token: it is off by rounding alone under that version's weights, and
 not under others'.
@@ -26,9 +27,11 @@ from unstale.config import (
     ScheduleConfig,
     TrainerConfig,
 )
+from unstale.config.options import override
 from unstale.envs.dataset import DatasetConfig
 from unstale.old_logps.snapshot_old import SnapshotOld
-from unstale.records import Batch
+from unstale.records import Batch, Provenance, Trajectory
+from unstale.rollout.texts import PolicyTexts
 from unstale.weights.recording import RECORDED, Recorded
 
 STEPS = 8
@@ -45,7 +48,11 @@ def configured(folder: Path, tmp_path: Path) -> RunConfig:
     """Return a run of `STEPS` steps with tokens up to 2 versions old, and long replies."""
     prompts = tmp_path / "prompts.jsonl"
     rows = [
-        {"prompt": f"Count from {i} to {i + 20}, then say why you like numbers."} for i in range(40)
+        {
+            "prompt": f"Count from {i} to {i + 20}, then say why you like numbers.",
+            "then": ["Which of them do you like most?"],
+        }
+        for i in range(40)
     ]
     prompts.write_text("\n".join(map(json.dumps, rows)))
     return RunConfig(
@@ -105,31 +112,49 @@ def mixed_turns(batch: Batch) -> int:
     return len(places) - len({place[:2] for place in places})
 
 
+class Answers:
+    """Batches of a run, and the route's answers: log-probabilities, and which are exact."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[Batch, Tensor, Tensor]] = []
+        logps = SnapshotOld.logps
+
+        def kept(route: SnapshotOld, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+            values, exact = logps(route, batch, now)
+            self.found.append((replace(batch), values.double(), exact))
+            return values, exact
+
+        monkeypatch.setattr(SnapshotOld, "logps", kept)
+
+    def require_plain(self, plain: Plain) -> list[Tensor]:
+        """Compare all answers with plain passes. Return the true values at each batch's tokens."""
+        found = []
+        for batch, values, exact in self.found:
+            assert torch.equal(exact, batch.sampled)
+            at = batch.sampled
+            true, rounded = (
+                plain.logps(batch, each)[at] for each in (torch.float64, torch.float32)
+            )
+            error, plain_error = (values[at] - true).abs(), (rounded - true).abs()
+            assert error.max() <= plain_error.max() + TOLERANCE
+            assert error.mean() <= 2 * plain_error.mean()
+            found.append(true)
+        return found
+
+
 @pytest.mark.slow
 def test_old_logps_of_a_pretrained_model_equal_plain_transformers(
     pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers: list[tuple[Batch, Tensor, Tensor]] = []
-    logps = SnapshotOld.logps
-
-    def kept(self: SnapshotOld, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        values, exact = logps(self, batch, now)
-        answers.append((replace(batch), values.double(), exact))
-        return values, exact
-
-    monkeypatch.setattr(SnapshotOld, "logps", kept)
+    answers = Answers(monkeypatch)
     run = train(configured(pretrained, tmp_path))
     plain = Plain(pretrained, Recorded(run.folder / RECORDED))
-    assert len(answers) == STEPS
-    assert sum(mixed_turns(batch) for batch, *_ in answers) > 0, "no reply was interrupted"
-    assert {v for batch, *_ in answers for v in batch.version[batch.sampled].tolist()} >= {0, 1, 2}
-    for batch, values, exact in answers:
-        assert torch.equal(exact, batch.sampled)
+    batches = [batch for batch, *_ in answers.found]
+    assert len(batches) == STEPS
+    assert sum(map(mixed_turns, batches)) > 0, "no reply was interrupted"
+    assert {v for batch in batches for v in batch.version[batch.sampled].tolist()} >= {0, 1, 2}
+    for batch, true in zip(batches, answers.require_plain(plain), strict=True):
         at = batch.sampled
-        true, rounded = (plain.logps(batch, dtype)[at] for dtype in (torch.float64, torch.float32))
-        error, plain_error = (values[at] - true).abs(), (rounded - true).abs()
-        assert error.max() <= plain_error.max() + TOLERANCE
-        assert error.mean() <= 2 * plain_error.mean()
         sampled_with = (batch.behavior_logp[at].double() - true).abs()
         later = batch.version[at] > 0
         other = (
@@ -137,3 +162,71 @@ def test_old_logps_of_a_pretrained_model_equal_plain_transformers(
         ).abs()
         assert sampled_with.max() < 1e-3
         assert not later.any() or other[later].mean() > 20 * sampled_with[later].mean()
+
+
+def short(folder: Path, tmp_path: Path, **values: Any) -> RunConfig:
+    """Return a run of 3 steps with one group each, whose episodes have two short replies."""
+    config = configured(folder, tmp_path)
+    options = {
+        "max_steps": 3,
+        "task.follow_up_column": "then",
+        "schedule.groups_per_step": 1,
+        "schedule.max_staleness": 1,
+        "schedule.group_size": 4,
+        "engine.max_completion_tokens": 16,
+        "engine.max_context": 640,  # of advice: instructions and the whole attempt
+        "checkpoint.interval": 3,
+    }
+    return override(config, {**options, **values})
+
+
+def require_owned(batch: Batch) -> int:
+    """Check that an equal beginning has each shared token as a sampled one. Return their number."""
+    spans, shared = batch.spans(), (batch.provenance == Provenance.SHARED).nonzero()[:, 0].tolist()
+    for place in shared:
+        start = max(first for first, _ in spans if first <= place)
+        at, beginning = place - start, batch.tokens[start : place + 1]
+        assert any(
+            batch.sampled[first + at]
+            and torch.equal(batch.tokens[first : first + at + 1], beginning)
+            for first, end in spans
+            if first + at < end
+        )
+        assert not batch.sampled[place]
+    return len(shared)
+
+
+@pytest.mark.slow
+def test_shared_beginnings_of_a_pretrained_model_have_exact_old_logps(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers(monkeypatch)
+    tree = {"techniques": "tree tree_advantage", "tree.turn": 2}
+    run = train(short(pretrained, tmp_path, **tree))
+    answers.require_plain(Plain(pretrained, Recorded(run.folder / RECORDED)))
+    batches = [batch for batch, *_ in answers.found]
+    assert len(batches) == 3 and all(map(require_owned, batches))
+    assert {v for batch in batches for v in batch.version[batch.sampled].tolist()} >= {0, 1}
+
+
+def advise(self: PolicyTexts, text: Trajectory) -> str:
+    return '{"cause": "words", "advice": "answer with digits", "step": 2}'
+
+
+@pytest.mark.slow
+def test_rewritten_text_of_a_pretrained_model_has_exact_old_logps_in_both_contexts(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second reply was sampled with advice, and is trained on without it."""
+    monkeypatch.setattr(PolicyTexts, "written", advise)
+    answers = Answers(monkeypatch)
+    run = train(short(pretrained, tmp_path, techniques="retry", **{"objective.placed": "guided"}))
+    true = answers.require_plain(Plain(pretrained, Recorded(run.folder / RECORDED)))
+    batches = [batch for batch, *_ in answers.found]
+    assert len(batches) == 9, "of each step: sampled text, placed text, and that with its advice"
+    for number in range(0, 9, 3):
+        here, advised = batches[number + 1], batches[number + 2]
+        assert int(here.sampled.sum()) == int(advised.sampled.sum()) > 0
+        sampled_with = advised.behavior_logp[advised.sampled].double() - true[number + 2]
+        assert sampled_with.abs().max() < 1e-3, "the engine read the advice"
+        assert (true[number + 1] - true[number + 2]).abs().mean() > 0.01, "and without it differs"
