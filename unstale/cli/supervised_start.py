@@ -6,7 +6,6 @@ Demonstrations are episodes that the task set provides.
 import fcntl
 import shutil
 import time
-from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -34,32 +33,36 @@ def make_start(config: RunConfig, console: Console) -> None:
     if not config.sft.steps:
         return
     folder = start_folder(config)
+    made = f"supervised start: {folder}, made by an earlier run"
+    if (folder / RECORD).is_file():
+        console.print(made, highlight=False)
+        return
+    policy = load_policy(_plain(config))
+    references = demonstrations(config, policy)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / RECORD).is_file():
-            console.print(f"supervised start: {folder}, made by an earlier run", highlight=False)
-            return
-        try:
-            _write(config, folder, console)
-        except ConfigError:  # another run with these options is refused, too
-            Path(lock.name).unlink(missing_ok=True)
-            with suppress(OSError):  # other starts are in the folder
-                folder.parent.rmdir()
-            raise
+            console.print(made, highlight=False)
+        else:
+            _write(config, policy, references, folder, console)
 
 
-def _write(config: RunConfig, folder: Path, console: Console) -> None:
+def _write(
+    config: RunConfig,
+    policy: Policy,
+    references: list[Reference],
+    folder: Path,
+    console: Console,
+) -> None:
     began = time.monotonic()
-    plain = _plain(config)
-    policy = load_policy(plain)
-    references = demonstrations(config, policy)
     console.print(
         f"supervised start: {config.sft.steps} steps of {config.sft.batch} demonstrations of "
         f"{config.sft.env or config.task.env}",
         highlight=False,
     )
-    steps = learn(plain, policy, references, SftOptions(batch=config.sft.batch), console=console)
+    options = SftOptions(batch=config.sft.batch)
+    steps = learn(_plain(config), policy, references, options, console=console)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
