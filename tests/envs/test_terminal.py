@@ -454,11 +454,17 @@ def test_start_of_a_run_tells_which_tasks_do_not_state_the_network(
     harbor(tmp_path / "some/clear", **{"task.toml": "[environment]\nallow_internet = false\n"})
     print_notice(build_taskset(make_task(f"terminal:{tmp_path}/some")))
     told = " ".join(capsys.readouterr().err.split())
-    assert told.startswith("note: 2 of 3 tasks do not state network_mode or allow_internet")
-    assert "the tests get a network, and the agent gets none. 1 of 3 tasks run in namesp" in told
+    assert told.startswith("note: 2 of 3 tasks do not state whether they use a network")
+    assert "the tests get one, and the agent gets none. 1 of 3 tasks run in namesp" in told
     harbor(tmp_path / "all/clear", **{"task.toml": "[environment]\nallow_internet = false\n"})
     print_notice(build_taskset(make_task(f"terminal:{tmp_path}/all")))
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("runtime", ["podman", "docker"])
+def test_programs_of_this_machine_are_refused_in_containers(runtime: str) -> None:
+    with pytest.raises(ConfigError, match=f"host_programs must be false with .* = {runtime}"):
+        make_task("terminal:folder", runtime=runtime, host_programs=True)
 
 
 def test_reward_json_counts_before_reward_txt() -> None:

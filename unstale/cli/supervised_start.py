@@ -33,7 +33,7 @@ def make_start(config: RunConfig, console: Console) -> None:
     if not config.sft.steps:
         return
     folder = start_folder(config)
-    made = f"supervised start: {folder}, made by an earlier run"
+    made = f"supervised start: {folder}, made by another run"
     if (folder / RECORD).is_file():
         console.print(made, highlight=False)
         return
@@ -41,7 +41,11 @@ def make_start(config: RunConfig, console: Console) -> None:
     references = demonstrations(config, policy)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            console.print("waiting for another run, which makes this supervised start")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / RECORD).is_file():
             console.print(made, highlight=False)
         else:

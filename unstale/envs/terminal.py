@@ -50,7 +50,7 @@ class TerminalConfig(TaskConfig):
     """Folder that has the folders of the held-out tasks. Empty means that there are none."""
     runtime: Literal["auto", "namespaces", "podman", "docker"] = "auto"
     """What makes the sandboxes. `auto` takes kernel namespaces for each task whose Dockerfile needs
-    no image, and containers of podman or docker for the others.
+    no image, or for all with `host_programs`, and containers of podman or docker for the others.
     """
     host_programs: bool = False
     """Let the programs of this machine stand in for the image that a Dockerfile's FROM names."""
@@ -64,6 +64,14 @@ class TerminalConfig(TaskConfig):
     """Largest size in MB of the files of a sandbox, which are in memory. In a container: of each
     file, on disk. A task can have less.
     """
+
+    def check_combination(self) -> None:
+        super(TerminalConfig, self).check_combination()
+        if self.host_programs and self.runtime in ("podman", "docker"):
+            raise ConfigError(
+                "task.host_programs must be false with task.runtime = "
+                f"{self.runtime}, whose containers have the programs of an image"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +157,19 @@ class TerminalTasks(ListedTasks):
             for each in tasks
             if each.agent_network or each.test_network
         )
-        lines = [
-            f"{silent} of {len(tasks)} tasks do not state network_mode or allow_internet: where "
-            "it is missing, the tests get a network, and the agent gets none" * bool(silent),
-            f"{offline} of {len(tasks)} tasks run in namespaces, which have no network, and expect "
-            "one, mostly for their tests" * bool(offline),
-        ]
-        return ". ".join(filter(None, lines))
+        lines = []
+        if silent:
+            lines.append(
+                f"{silent} of {len(tasks)} tasks do not state whether they use a network "
+                "(network_mode or allow_internet of task.toml): where it is missing, the tests get "
+                "one, and the agent gets none"
+            )
+        if offline:
+            lines.append(
+                f"{offline} of {len(tasks)} tasks run in namespaces, which have no network, and "
+                "expect one, mostly for their tests"
+            )
+        return ". ".join(lines)
 
     def env(self, task: Task, seed: int) -> "TerminalEnv":
         """Return the environment of a task. `seed` is not used, because nothing in it is random."""
@@ -263,7 +277,8 @@ def _rewards(task: TerminalTask, verdict: Verdict) -> tuple[dict[str, float], bo
 
 def _make(options: TerminalConfig) -> TerminalTasks:
     folders = [options.env.partition(":")[2], options.held_out_folder]
-    for folder in filter(None, folders):
+    isolated = options.runtime in ("podman", "docker")  # agents see no folder of this machine
+    for folder in () if isolated else filter(None, folders):
         path = Path(folder).resolve()
         if hiding := [each for each in readable_folders() if path.is_relative_to(each)]:
             raise ConfigError(

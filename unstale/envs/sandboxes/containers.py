@@ -402,7 +402,10 @@ def _working(program: str) -> str:
         if path and not problem:
             return path
         problems.append(f"{each} {problem}")
-    raise ConfigError("there is no container runtime: " + "; ".join(problems))
+    raise ConfigError(
+        f"no container can be started: {'; '.join(problems)}. Install podman, such as by "
+        "`apt-get install podman`"
+    )
 
 
 @cache

@@ -145,6 +145,7 @@ def _read_terminal_bench(folder: Path) -> TerminalTask:
         agent_timeout_s=float(config.get("max_agent_timeout_sec", 360.0)),
         test_timeout_s=float(config.get("max_test_timeout_sec", 60.0)),
         test_network=True,  # most of these tests install pytest first
+        states_network=False,
     )
 
 

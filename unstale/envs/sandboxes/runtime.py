@@ -48,9 +48,11 @@ class TerminalTask:
     storage_mb: int = 10_240
     memory_mb: int = 2048
     cpus: float = 1.0
+    """Limits of a container. A process in namespaces has 2 GB of addresses."""
     agent_network: bool = False
+    """True if the agent's commands may use the network, which namespaces do not have."""
     test_network: bool = False
-    """True if the agent's commands, or the tests, may use the network."""
+    """True if the tests may use it."""
     states_network: bool = field(default=True, repr=False)
     """False if a folder's task does not say both. Not in `repr`, which says what the task is."""
     workdir: str = ""

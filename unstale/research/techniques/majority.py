@@ -157,7 +157,8 @@ teach. The mean success, and two shares at the end:
 **The policy collapses**: on every task it ends with one answer, right or wrong, and its entropy
 falls from 1.5 nats to 0.02. A wrong majority makes a task worse for good: later steps do not repair
 it. `majority/share_mean` and `majority/one_answer_share` rise all the same, so they are no sign of
-success. So it was in the study of the recipe `test_time` on a pretrained model.
+success. In a study on SmolLM2 they rose in all three runs, while one run lost most of its success,
+and the others gained none ([study](../benchmarks/results/recipes-study.md)).
 """
 
 ENTRY = Entry(
