@@ -1,5 +1,6 @@
 """Test the supervised start of a run: what it makes, that it is made once, and what is refused."""
 
+import fcntl
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.support.waits import wait_until
 from unstale.builders import load_policy
 from unstale.cli.session import train
 from unstale.cli.sft import RECORD
@@ -77,12 +79,19 @@ def test_a_start_is_made_once_and_is_the_policy_of_the_run(tmp_path: Path) -> No
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
-def test_two_runs_that_begin_together_make_their_start_once(tmp_path: Path) -> None:
+def test_a_run_waits_for_another_that_makes_its_start(tmp_path: Path) -> None:
     config = configured(tmp_path)
-    with ThreadPoolExecutor(2) as threads:
-        said = sorted(threads.map(start, [config, config]), key=lambda each: "step 2" in each)
-    assert "made by another run" in said[0] and "step 2: -log pi" in said[1]
-    assert (config.policy_folder / RECORD).is_file()
+    start(config)
+    folder = config.policy_folder
+    record = (folder / RECORD).rename(folder / "hidden")
+    text = io.StringIO()
+    with ThreadPoolExecutor(1) as threads, folder.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = threads.submit(make_start, config, Console(file=text, width=200))
+        wait_until(lambda: "waiting for another run" in text.getvalue(), "the other run to wait")
+        record.rename(folder / RECORD)
+    waiting.result()
+    assert "made by another run" in text.getvalue() and "step" not in text.getvalue()
 
 
 def test_another_seed_learning_rate_or_task_is_another_start(tmp_path: Path) -> None:
