@@ -329,7 +329,7 @@ def test_the_tolerance_of_the_probe_is_an_option(model: Path, server: FakeServer
     run_engine(strict, refused)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize("raw_logprobs", [False, True])
 def test_the_probe_of_a_pretrained_model_in_bfloat16(
     raw_logprobs: bool, pretrained: Path, tmp_path: Path

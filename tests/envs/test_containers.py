@@ -283,6 +283,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerRuntim
     yield runtime
 
 
+@pytest.mark.costly
 def test_image_of_the_dockerfile_is_the_agents_root(podman: ContainerRuntime) -> None:
     each = task(dockerfile=DOCKERFILE, cpus=1, memory_mb=64)
     read, last = play(

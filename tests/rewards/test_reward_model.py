@@ -78,6 +78,7 @@ def test_the_version_is_that_of_the_weights(model: RewardModel, tmp_path: Path) 
     assert len(model.version) == 8 and other.version != model.version
 
 
+@pytest.mark.costly
 def test_errors_name_the_folder(model: RewardModel, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward model: no folder at .*nowhere"):
         RewardModel(tmp_path / "nowhere")

@@ -214,7 +214,7 @@ async def with_broken_handshake(host: str, port: int) -> str:
 
 
 @pytest.mark.parametrize("attack", [with_wrong_key, without_handshake, with_broken_handshake])
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 def test_a_flood_ends_no_call(
     files: tuple[str, str], attack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +320,7 @@ def solver_in_steps(tokens: Sequence[int], params: SamplingParams) -> list[int]:
         pytest.param("litellm", with_litellm, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.costly(cases=1)
 def test_a_client_in_another_network_namespace_is_recorded_exactly_during_a_flood(
     library: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
