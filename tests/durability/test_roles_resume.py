@@ -222,7 +222,6 @@ def tasks_of_team() -> ExternalAgent:
 @pytest.mark.parametrize(
     "env", ["textarena:IteratedPrisonersDilemma-v0", f"{__name__}:tasks_of_team"]
 )
-@pytest.mark.costly
 def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(
     tmp_path: Path, env: str
 ) -> None:
