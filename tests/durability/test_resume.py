@@ -1020,6 +1020,19 @@ KNOBS = [
 ]
 
 
+def kill_after_a_step(words: list[str], run: Path) -> None:
+    """Begin a run by the command line, and kill it when it has logged a step."""
+    metrics = run / "metrics.jsonl"
+    with Forked(words) as process:
+
+        def has_a_row() -> bool:
+            assert process.poll() is None, process.communicate()
+            return metrics.exists() and len(metrics.read_text().splitlines()) >= 1
+
+        wait_until(has_a_row, "the first row of metrics")
+        process.kill()
+
+
 @pytest.mark.parametrize("options", [(), ("--engine.top_p", "0.8")])
 @pytest.mark.costly
 def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(
@@ -1034,15 +1047,7 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(
         return ["train", "retail", "--runs", str(tmp_path), "--name", name, *KNOBS, *options]
 
     whole = session.train(parse(*begin("whole")), console=Console(file=StringIO()))
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    with Forked(begin("killed")) as process:
-
-        def has_a_row() -> bool:
-            assert process.poll() is None, process.communicate()
-            return metrics.exists() and len(metrics.read_text().splitlines()) >= 1
-
-        wait_until(has_a_row, "the first row of metrics")
-        process.kill()
+    kill_after_a_step(begin("killed"), tmp_path / "killed")
     made = load_config(tmp_path / "killed", named={})
     resumed = session.resume(tmp_path / "killed", made, console=Console(file=StringIO()))
     assert [row["step"] for row in resumed.metrics] == [1, 2, 3]

@@ -24,15 +24,14 @@ from tests.durability.test_resume import (
     STEPS,
     Toy,
     config,
+    kill_after_a_step,
     killed,
     played,
     require_sound,
     rows,
 )
 from tests.rollout.test_external import CHAT, SUMS, TOKENIZER, says
-from tests.support.forked import Forked
 from tests.support.scripted_agents import ask_as, user
-from tests.support.waits import wait_until
 from unstale.cli import main, recipe_options, session
 from unstale.cli.resume import load_config
 from unstale.config import EngineConfig, RolloutConfig, RunConfig, make_task
@@ -238,15 +237,7 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(
 
     made = recipe_options.configure(main.parse(begin("whole")))
     whole = session.train(made, console=Console(file=StringIO()))
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    with Forked(begin("killed")) as process:
-
-        def has_a_row() -> bool:
-            assert process.poll() is None, process.communicate()
-            return metrics.exists() and len(metrics.read_text().splitlines()) >= 1
-
-        wait_until(has_a_row, "the first row of metrics")
-        process.kill()
+    kill_after_a_step(begin("killed"), tmp_path / "killed")
     stored = load_config(tmp_path / "killed", named={"task.env": env})
     resumed = session.resume(tmp_path / "killed", stored, console=Console(file=StringIO()))
     assert [row["step"] for row in resumed.metrics] == [1, 2, 3]
