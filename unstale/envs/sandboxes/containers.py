@@ -35,6 +35,7 @@ from unstale.config import ConfigError
 from unstale.envs import EnvError
 from unstale.envs.sandboxes.holder import watch
 from unstale.envs.sandboxes.runtime import (
+    MAX_PROCESSES,
     REWARD_FILES,
     CommandResult,
     File,
@@ -55,7 +56,6 @@ _SECONDS = 120.0
 """Time limit of each call of podman or docker, except for builds, commands and tests."""
 _REMOVAL_S = 600.0
 """Time limit of a removal. One that is killed leaves volumes, and many files take long."""
-_PROCESSES = 128
 _SYSTEM = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "logs", "nix", "proc"}
 _SYSTEM |= {"run", "sbin", "sys", "tests", "usr", "var"}
 """Folders of the root that no agent can write to. So is each one that has programs of `PATH`."""
@@ -187,7 +187,7 @@ class ContainerSandbox:
             f"--memory={memory}",
             f"--memory-swap={memory}",
             f"--cpus={min(task.cpus, os.cpu_count() or 1)}",
-            f"--pids-limit={_PROCESSES}",
+            f"--pids-limit={MAX_PROCESSES}",
             f"--ulimit=fsize={self._storage_mb << 20}",
             *_limits(),
             "--cap-drop=all",
@@ -229,8 +229,7 @@ class ContainerSandbox:
         words, stop = ["start", "--attach", name], ["stop", "-t", "0", name]
         result = self._watched(words, task.test_timeout_s, 64 << 10, lambda _: [stop])
         self._call(*stop)
-        was_killed = result.code > 128 or result.ended == "timeout"
-        return Verdict(result, "" if was_killed else self._reward())
+        return Verdict(result, "" if result.was_killed else self._reward())
 
     def _reward(self) -> str:
         """Return the text of the first reward file that exists. Empty if it is no plain file."""

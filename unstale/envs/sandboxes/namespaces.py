@@ -23,6 +23,7 @@ from unstale.config import ConfigError
 from unstale.envs import EnvError
 from unstale.envs.sandboxes.dockerfile import Copy, Run, read_dockerfile
 from unstale.envs.sandboxes.runtime import (
+    MAX_PROCESSES,
     REWARD_FILES,
     CommandResult,
     File,
@@ -44,9 +45,7 @@ _PYTHON = "/python"
 _TEST_PATHS = ("PATH", "PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "BASH_ENV", "ENV")
 """Variables of the Dockerfile that tests do not get, since they could load code of the agent."""
 _CLOSE_S = 3.0
-_SIGNALLED = 128
-"""Exit codes above this one mean that a signal ended the command."""
-_PROCESSES, _MEMORY_MB = 128, 2048
+_MEMORY_MB = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class NamespaceSandbox:
             "FSIZE": storage_mb << 20,
             "CORE": 0,
             "NOFILE": 256,
-            "NPROC": _PROCESSES + 2,  # the holder and the first process count
+            "NPROC": MAX_PROCESSES + 2,  # the holder and the first process count
         }
         await self._ask("", storage_mb=storage_mb, binds=_binds(), limits=limits)
         for step in self._build.steps:
@@ -148,8 +147,7 @@ class NamespaceSandbox:
         step = Run([*task.test_command], self._build.folder, env)
         result = await self._run(step, task.test_timeout_s, 64)
         reward = (await self._ask("rewards", paths=REWARD_FILES))["text"]
-        was_killed = result.code > _SIGNALLED or result.ended == "timeout"
-        return Verdict(result, "" if was_killed else reward)
+        return Verdict(result, "" if result.was_killed else reward)
 
     async def close(self) -> None:
         """End the holder. With it, the kernel ends all other processes and frees the files."""

@@ -61,6 +61,10 @@ class TerminalTask:
     """Name of an image to use instead of the Dockerfile, if the runtime supports images."""
 
 
+_SIGNALLED = 128
+"""Exit codes above this one mean that a signal ended the command."""
+MAX_PROCESSES = 128
+"""Largest number of processes in a sandbox."""
 REWARD_FILES = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
 """Files for the rewards: a number or a JSON object. The first one that exists counts,
 as in Harbor.
@@ -78,6 +82,11 @@ class CommandResult:
     output: str
     code: int
     ended: Ended
+
+    @property
+    def was_killed(self) -> bool:
+        """True if a signal or the time limit ended the command."""
+        return self.code > _SIGNALLED or self.ended == "timeout"
 
 
 @dataclass(frozen=True, slots=True)
