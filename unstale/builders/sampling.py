@@ -345,9 +345,7 @@ def build_engine(
         max_running=max_running,
         keep_cache=options.keep_cache,
         load_tokens=options.load_tokens,
-        phases=Phases(
-            options.prefill_engines, options.prefill_ratio, options.send_cache, options.move_engines
-        ),
+        phases=Phases.of(options),
         precise_engines=options.precise_engines,
     )
 

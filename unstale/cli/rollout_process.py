@@ -99,11 +99,7 @@ def _make_server(setup: Setup, outbox: Outbox) -> ShardServer:
         max_running=setup.max_running,
         keep_cache=config.engine.keep_cache,
         load_tokens=config.engine.load_tokens,
-        phases=Phases(
-            config.engine.prefill_engines,
-            config.engine.prefill_ratio,
-            moves=config.engine.move_engines,
-        ),
+        phases=Phases.of(config.engine),
     )
     tokenizer = load_tokenizer(config.policy_folder, config.chat_template)
     chat = build_chat(config, tokenizer, setup.ends, taskset)

@@ -54,11 +54,7 @@ def make_host_pool(
         max_running=engines[0].max_running * len(engines),
         keep_cache=engines[0].keep_cache,
         load_tokens=engines[0].load_tokens,
-        phases=Phases(
-            config.engine.prefill_engines,
-            config.engine.prefill_ratio,
-            moves=config.engine.move_engines,
-        ),
+        phases=Phases.of(config.engine),
         patience_s=config.cluster.patience_s,
     )
 

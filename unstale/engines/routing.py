@@ -9,6 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Self
+
+from unstale.config import EngineConfig
 
 MAX_EXTRA_REPLIES = 8
 """The load that an engine may have beyond the least loaded engine and still be chosen for its
@@ -60,6 +63,13 @@ class Phases:
     """True if a prefill engine only computes the context, and sends it to a decode engine."""
     moves: bool = False
     """True if an engine changes its group when the other group has much more load."""
+
+    @classmethod
+    def of(cls, options: EngineConfig) -> Self:
+        """Return the division that the options of a run say."""
+        return cls(
+            options.prefill_engines, options.prefill_ratio, options.send_cache, options.move_engines
+        )
 
     def is_prefill(self, new_tokens: int, reply_tokens: float) -> bool:
         """Return True if a request belongs to the prefill group.
