@@ -7,6 +7,9 @@ There are three series. A deterministic run is killed with SIGKILL at random cal
 killed at the same calls and at random times; the rows of its journal must survive unchanged. The
 engine process of an ordinary run is killed or stopped repeatedly while the run continues.
 
+With `--forks` the first series is repeated for each of these ways in which environments of forked
+episodes continue (`chaos_forks.py`). The undisturbed runs must have the same forks.
+
 Exits with 1 if anything was lost. Writes the table benchmarks/results/chaos.md.
 """
 
@@ -30,14 +33,15 @@ from statistics import median
 from typing import Any, NoReturn
 
 from benchmarks.chaos_child import CLOCK, TARGETS
+from benchmarks.chaos_forks import WAYS
 from unstale.durability.compare_runs import differences
 from unstale.durability.console import Console
 from unstale.durability.journal import JOURNAL, Journal, check, trained_episodes
 from unstale.durability.machine import commit, machine, versions
 from unstale.durability.run_folder import RunFolder
 
-CHILD = Path(__file__).parent / "chaos_child.py"
 RESULTS = Path(__file__).parent / "results"
+TABLE = "chaos.md"
 CONSOLE = Console(soft_wrap=True, highlight=False)
 STEPS = 9
 """Steps of each run that is killed. The calls at which it is killed are drawn from this number."""
@@ -84,6 +88,10 @@ class Series:
     kills: list[Kill] = field(default_factory=list)
     ends: dict[int, Ended] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    states: int = 0
+    """Number of forks in these runs that began with a copy or snapshot of their parent's
+    environment.
+    """
 
     @property
     def failures(self) -> list[str]:
@@ -108,7 +116,7 @@ class Nursery:
     def __init__(self) -> None:
         quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self._process = subprocess.Popen(
-            [sys.executable, str(CHILD)],
+            [sys.executable, "-m", "benchmarks.chaos_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | quiet,
@@ -265,6 +273,9 @@ class Deadly:
     steps: int
     reference: Path | None = None
     """Folder of the undisturbed run that deterministic runs must equal."""
+    forks: str = ""
+    """How environments of forked episodes continue, one of `WAYS`. Empty leaves them as they are.
+    """
 
     def kill(self, series: Series, wanted: int, seed: int) -> None:
         """Start runs until `wanted` kills were made and the last run has ended.
@@ -297,9 +308,14 @@ class Deadly:
             target, order = next(places) if len(series.kills) < wanted else ("", {})
             resume = ("train", "--resume", str(folder))
             answer = self.nursery.live(
-                resume if begun else (*first, "--runs", str(folder.parent)), beside, life, **order
+                resume if begun else (*first, "--runs", str(folder.parent)),
+                beside,
+                life,
+                forks=self.forks,
+                **order,
             )
             witness.hear(answer["told"])
+            series.states += sum(line["kind"] == "state" for line in answer["told"])
             log = (beside / f"{life:03d}.log").read_text()
             if answer["code"] == 2 and last and last.target == "the end" and "is finished" in log:
                 answer["code"] = 0  # only its report was not written
@@ -467,6 +483,53 @@ def table(series: Series, equal: str) -> list[str]:
     return [*lines, "", *series.notes, ""]
 
 
+def kill_deterministic(
+    nursery: Nursery, runs: Path, chosen: argparse.Namespace, forks: str
+) -> Series:
+    """Kill runs that must equal an undisturbed one, which is run first."""
+    arguments = ("retail", *SMALL, *shlex.split(chosen.options), "--deterministic", "true")
+    alone = runs / f"alone{forks}"
+    where = ("--runs", str(runs), "--name", alone.name, "--max_steps", str(chosen.steps))
+    tell(f"a run that nobody kills {forks}")
+    answer = nursery.live(
+        ("train", *arguments, *where), runs / f"{alone.name}-lives", 1, forks=forks
+    )
+    if answer["code"]:
+        log = (runs / f"{alone.name}-lives" / "001.log").read_text()
+        sys.exit(f"the run that nobody kills ended with {answer['code']}: {log[-800:]}")
+    told = several_versions(alone)
+    series = Series(f"Killed (forks by {forks})" if forks else "Killed")
+    series.notes.append(f"The run that nobody killed: {told}.")
+    killed = runs / f"deterministic{forks}"
+    Deadly(nursery, killed, arguments, chosen.steps, alone, forks).kill(
+        series, chosen.kills, chosen.seed
+    )
+    if forks:
+        own = sum(line["kind"] == "state" for line in answer["told"])
+        series.notes.append(
+            f"Forks that began with a parent's {forks}: {own} in the run that nobody killed, "
+            f"{series.states} in those that were killed."
+        )
+        if bool(own) != (forks != "replies"):
+            series.ends[0] = Ended([f"{own} forks began with a parent's {forks}"])
+    return series
+
+
+def different_forks(runs: Path, ways: Sequence[str]) -> list[str]:
+    """Return a text for each way whose forks differ from those of the first in number, place or
+    seed.
+    """
+    found = {}
+    for way in ways:
+        with Journal.read(runs / f"alone{way}") as journal:
+            found[way] = journal.rows(
+                "SELECT episode, seed, parent, forks.at FROM forks JOIN episodes USING (episode) "
+                "ORDER BY episode"
+            )
+    first = ways[0]
+    return [f"forks by {way} differ from {first}" for way in ways if found[way] != found[first]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="kills of the deterministic run")
@@ -477,40 +540,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run that is killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"chaos-{date.today()}")
-    parser.add_argument("--out", type=Path, default=RESULTS / "chaos.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / TABLE)
     parser.add_argument("--options", default="", help="more options of the killed runs")
+    parser.add_argument(
+        "--forks", nargs="+", choices=WAYS, help="how environments of forked episodes continue"
+    )
     chosen = parser.parse_args()
     ordinary = chosen.kills // 2 if chosen.ordinary is None else chosen.ordinary
     engine = chosen.kills // 2 if chosen.engine is None else chosen.engine
     runs, began = chosen.runs.resolve(), time.monotonic()
     shutil.rmtree(runs, ignore_errors=True)
     retail = ("retail", *SMALL, *shlex.split(chosen.options))
-    alone = [
-        *retail,
-        "--deterministic",
-        "true",
-        "--max_steps",
-        str(chosen.steps),
-        "--runs",
-        str(runs),
-        "--name",
-        "alone",
-    ]
     nursery = Nursery()
+    killed, failures = list[Series](), list[str]()
     try:
-        tell("a run that nobody kills")
-        answer = nursery.live(["train", *alone], runs / "alone-lives", 1)
-        if answer["code"]:
-            log = (runs / "alone-lives" / "001.log").read_text()
-            sys.exit(f"the run that nobody kills ended with {answer['code']}: {log[-800:]}")
-        told = several_versions(runs / "alone")
-        tell(told)
-        first, second = Series("Killed"), Series("Killed")
-        first.notes.append(f"The run that nobody killed: {told}.")
-        deterministic = (*retail, "--deterministic", "true")
-        Deadly(nursery, runs / "deterministic", deterministic, chosen.steps, runs / "alone").kill(
-            first, chosen.kills, chosen.seed
-        )
+        for way in chosen.forks or [""]:
+            killed.append(kill_deterministic(nursery, runs, chosen, way))
+        if chosen.forks:
+            failures += different_forks(runs, chosen.forks)
+        second = Series("Killed")
         Deadly(nursery, runs / "ordinary", retail, chosen.steps).kill(
             second, ordinary, chosen.seed + 1
         )
@@ -523,7 +571,11 @@ def main() -> None:
     if chosen.steps != STEPS:
         command += f" --steps {chosen.steps}"
     if chosen.options:
-        command += f" --options {shlex.quote(chosen.options)} --out {chosen.out.name}"
+        command += f" --options {shlex.quote(chosen.options)}"
+    if chosen.forks:
+        command += f" --forks {' '.join(chosen.forks)}"
+    if chosen.out.name != TABLE:
+        command += f" --out {chosen.out.name}"
     lines = [
         f"# Runs and engines killed, {date.today()}",
         "",
@@ -534,7 +586,7 @@ def main() -> None:
         "",
         "## A deterministic run is killed",
         "",
-        *table(first, "ended bitwise equal"),
+        *(line for each in killed for line in table(each, "ended bitwise equal")),
         "## An ordinary run is killed",
         "",
         *table(second, "ended with every piece"),
@@ -543,7 +595,9 @@ def main() -> None:
         *table(third, "run ended sound"),
         "Seconds to a trained step are those of a process that has imported the package already.",
     ]
-    finish(chosen.out, lines, first.failures + second.failures + third.failures)
+    for each in [*killed, second, third]:
+        failures += each.failures
+    finish(chosen.out, lines, failures)
 
 
 if __name__ == "__main__":

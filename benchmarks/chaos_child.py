@@ -21,6 +21,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from benchmarks.chaos_forks import fork_by
 from unstale.analysis.dashboard import frozen
 from unstale.cli import main as cli
 from unstale.cli import session
@@ -261,6 +262,8 @@ def live(order: Order) -> None:
     os.dup2(log, 2)
     witness = Witness(Path(order["told"]))
     witness.watch()
+    if forks := order.get("forks"):
+        fork_by(forks, witness.tell)
     if hunt := order.get("hunt"):
         Hunter(hunt["kills"], hunt["span_s"], witness.tell, random.Random(hunt["seed"])).watch()
     else:

@@ -16,7 +16,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -37,31 +37,37 @@ MEANS = 5
 """Number of steps at the start and at the end whose means show what was learned."""
 PROMPT = "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
 PROBES, PROBE_TOKENS = 16, 64
+SUPERVISED = "sl_loop train_mean_nll batch_size=16 learning_rate=3e-4"
 LEARNING = (
     "math_rl.train env/all/correct loss_fn=importance_sampling group_size=8 groups_per_batch=16 "
-    "learning_rate=5e-4"
+    "learning_rate=1e-4 eval_every=0 load_checkpoint_path=STATE"
 )
+"""It starts from the weights that `SUPERVISED` saved, `STATE`: the model rarely answers a sum."""
 ROUNDS = (
+    (
+        SUPERVISED,
+        "rl_loop reward/total loss_fn=importance_sampling group_size=4 batch_size=4 max_tokens=32",
+    ),
     (LEARNING,),
     (
         "math_rl.train env/all/correct loss_fn=ppo max_steps_off_policy=1 groups_per_batch=8",
         "multiplayer_rl.guess_number.train env/all/reward/total renderer_name=qwen3_instruct "
         "group_size=4 batch_size=2 max_tokens=16 eval_every=0",
     ),
-    (
-        "sl_loop train_mean_nll batch_size=16",
-        "rl_loop reward/total loss_fn=importance_sampling group_size=4 batch_size=4 max_tokens=32",
-    ),
 )
 """The recipes of each round: a module of the cookbook, a metric that it logs, and its options."""
 
 
 class Outcome(NamedTuple):
-    """What a recipe left: exit status, metric of each step, path of the version saved last."""
+    """What a recipe left: exit status, metric of each step, and what it saved last.
+
+    Of that, `path` is for sampling and `state` for training.
+    """
 
     status: int
     values: list[float]
     path: str
+    state: str = ""
 
 
 def prepare(folder: Path, model: str) -> list[int]:
@@ -102,12 +108,15 @@ def service(model: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def play(
-    recipes: Sequence[str], folder: Path, url: str, tokens: Sequence[str], steps: int
+    recipes: Mapping[str, int], folder: Path, url: str, tokens: Sequence[str]
 ) -> list[Outcome]:
-    """Run recipes at once, each with the token of a tenant, until all have ended."""
+    """Run recipes at once, and return when all have ended.
+
+    `recipes` has the number of steps of each. Each runs as another tenant, with its token.
+    """
     offline = {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "HF_HOME": f"{folder}/cache"}
     running = []
-    for recipe, token in zip(recipes, tokens, strict=False):
+    for (recipe, steps), token in zip(recipes.items(), tokens, strict=False):
         log = Path(mkdtemp(dir=folder), "log")
         module, metric, *words = recipe.split()
         words += [f"model_name={NAME}", f"log_path={log}", f"max_steps={steps}"]
@@ -126,7 +135,7 @@ def outcome(metric: str, log: Path, status: int) -> Outcome:
     rows = map(json.loads, (log / "metrics.jsonl").read_text().splitlines())
     values = [row[metric] for row in rows if metric in row]
     saved = json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])
-    return Outcome(status, values, saved["sampler_path"])
+    return Outcome(status, values, saved["sampler_path"], saved["state_path"])
 
 
 def sampler(url: str, token: str, path: str) -> Any:
@@ -177,13 +186,19 @@ def main() -> int:
     parser.add_argument("--learning-steps", type=int, default=40, help="default: 40")
     options = parser.parse_args()
     rows: list[str] = []
-    failed, curve = 0, list[float]()
+    failed, curve, state = 0, list[float](), ""
     with TemporaryDirectory() as made, service(options.model, Path(made)) as (url, tokens):
         prompt = prepare(Path(made), options.model)
         for number, recipes in enumerate(ROUNDS, 1):
-            steps = options.learning_steps if LEARNING in recipes else options.steps
-            found = play(recipes, Path(made), url, tokens, steps)
-            for recipe, (status, values, path), step in zip(recipes, found, (1, -1), strict=False):
+            played = {
+                recipe.replace("STATE", state): (
+                    options.learning_steps if recipe in (SUPERVISED, LEARNING) else options.steps
+                )
+                for recipe in recipes
+            }
+            found = play(played, Path(made), url, tokens)
+            for recipe, result, step in zip(recipes, found, (1, -1), strict=False):
+                status, values, path, saved = result
                 own, other = tokens[::step]
                 module, metric, *words = recipe.split()
                 answer = refusal(url, other, path).replace(path, "PATH") if path else ""
@@ -193,6 +208,7 @@ def main() -> int:
                     cells += [f"{values[0]:.3f}", f"{values[-1]:.3f}", difference]
                 failed += not answer
                 curve = values if recipe == LEARNING else curve
+                state = saved if recipe == SUPERVISED else state
                 rows.append(tables.row(*cells, answer or "NOT REFUSED"))
                 tables.CONSOLE.print(rows[-1])
     packages = ", ".join(f"{each} {version(each)}" for each in ("tinker", "tinker-cookbook"))
@@ -202,7 +218,8 @@ def main() -> int:
         "of its own tenant. Steps and metric are what the recipe logged. The difference is the "
         "largest between log-probabilities of the engine and `compute_logprobs` of the path that "
         f"the recipe saved last, in {PROBES * PROBE_TOKENS} tokens. The last column is the "
-        "service's answer to the other tenant, who asked for that path.",
+        "service's answer to the other tenant, who asked for that path. `STATE` is what "
+        "`sl_loop` saved.",
         "",
         *tables.columns(*heads.split(", ")),
         *rows,
@@ -211,7 +228,7 @@ def main() -> int:
         first, last = mean_of(curve[:MEANS]), mean_of(curve[-MEANS:])
         lines += [
             "",
-            f"Of its sums, each drawn anew, round 1 answered {first} rightly in the first {MEANS} "
+            f"Of its sums, each drawn anew, round 2 answered {first} rightly in the first {MEANS} "
             f"steps and {last} in the last {MEANS}: mean and standard error over steps.",
         ]
     tables.write("cookbook", "Recipes of the Tinker cookbook against the service", lines)

@@ -80,7 +80,7 @@ def saved_bytes(
             config, dtype=dtype, attn_implementation=ATTENTION
         ).eval()
         if gradient_checkpointing:
-            checkpoint_layers(model, 1)
+            checkpoint_layers(model)
         return _count(model, replace(tree, context=group))
 
 

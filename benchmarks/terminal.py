@@ -1,47 +1,53 @@
 """Measure how long agents in sandboxes stop the event loop of a run.
 
-    python -m benchmarks.terminal          # five minutes on two cores
+    python -m benchmarks.terminal                                 # five minutes on two cores
+    python -m benchmarks.terminal --runtime docker --agents 64 --episodes 1 --repeats 1 --runs 0
 
-Episodes of the shipped examples run at once: each builds its sandbox, runs its commands and its
-hidden tests, and is closed. A second case has no sandboxes: its environments answer after the same
-number of short waits, so it shows what the loop and the machine do alone. Writes a dated table
-under benchmarks/results/.
+Episodes of the shipped examples run at once: each builds its sandbox, waits until all agents have
+one, runs its commands and its hidden tests, and is closed. A second case has no sandboxes: its
+environments answer after the same number of short waits, so it shows what the loop and the machine
+do alone. Writes a dated table under benchmarks/results/. Sandboxes are kernel namespaces, or with
+`--runtime docker` or `podman` containers of an image that has this machine's programs. All
+containers then have the same job, since an image would be built for each one.
 
-First the loop has nothing else to do. A gap is then the time between two rounds of the event loop,
-which never sleeps. It is the shorter of elapsed time, in which other programs count, and the
-processor time of this process.
+First the loop has nothing else to do. Then the same episodes are those of runs: the engine samples
+every reply, and the trainer trains on them. The environment carries out the right commands,
+whatever the reply says, so that the work of the sandboxes is the same.
 
-Then the same episodes are those of runs: the engine samples every reply, and the trainer trains on
-them. The environment carries out the right commands, whatever the reply says, so that the work of
-the sandboxes is the same. A gap is how late a timer of a millisecond fires. The run is to blame for
-the gap without the time that the loop's thread waited for a processor, but for no more than the
-processor time of its process: the work of the loop, and waiting for threads that hold the
-interpreter lock. A process beside it has an event loop with nothing but the timer.
+A gap is how late a timer of a millisecond fires. The process is to blame for the gap without the
+time that the loop's thread waited for a processor, which the programs of the agents use, but for no
+more than its own processor time: the work of the loop, and waiting for threads that hold the
+interpreter lock. Beside a run, another process has an event loop with nothing but the timer.
 """
 
 import argparse
 import asyncio
+import os
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any, NamedTuple, cast
 
 from benchmarks import tables
-from benchmarks.event_loop import RoundTimer
-from examples.terminal_tasks import MadeTasks, job, jobs, repairs, train_jobs
+from examples.terminal_tasks import MadeTasks, Solved, job, repairs, train_jobs
+from tests.support.shell_image import write_root
+from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.cli.session import train
-from unstale.config import EvalConfig, ScheduleConfig, SftConfig, TaskConfig
+from unstale.config import EvalConfig, RolloutConfig, ScheduleConfig, SftConfig, TaskConfig
 from unstale.durability.console import Console
 from unstale.envs import Message, ToolCall, Turn
-from unstale.envs.guard import queued_s
+from unstale.envs.sandboxes.containers import ContainerRuntime
 from unstale.observe.trackers import RunOutcome
 from unstale.records import Task
 
@@ -50,26 +56,44 @@ WAIT_S = 0.01
 TICK_S = 0.001
 AGENTS = 64
 """Agents at once in a run."""
+CONTAINERS = ("docker", "podman")
+IMAGE = "localhost/unstale-benchmark"
+TIMEOUT_S = 900.0
+"""Time limit of a call of an environment. 64 containers start in a minute or more on two cores."""
 
 
-class GapTimer(RoundTimer):
-    """A timer that keeps the time between every two rounds, in seconds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gaps: list[float] = []
-
-    def _round(self) -> None:
-        self.longest_s = 0.0
-        super()._round()
-        self.gaps.append(self.longest_s)
+def container_job(_: Random, right: float) -> Solved:
+    """Return the job of all containers. Its commands are right."""
+    solved = job(Random(0), right)
+    dockerfile = f"FROM {IMAGE}\nWORKDIR /app\nCOPY . .\n"
+    return replace(solved, task=replace(solved.task, dockerfile=dockerfile))
 
 
-async def episode(tasks: MadeTasks, task: Task) -> float:
+def build_image(program: str) -> None:
+    """Build the image of the containers."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_root(Path(folder), "cmp", "sort", "tac", "tail", "wc")
+        Path(folder, "Dockerfile").write_text("FROM scratch\nCOPY . /\n")
+        command = [program, "build", f"--tag={IMAGE}", folder]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+class Jobs(MadeTasks):
+    """Jobs in sandboxes that `runtime` makes."""
+
+    def __init__(self, runtime: str) -> None:
+        in_containers = runtime in CONTAINERS
+        super().__init__("jobs", container_job if in_containers else job)
+        if in_containers:
+            self._runtime = ContainerRuntime(runtime, storage_mb=8)
+
+
+async def episode(tasks: MadeTasks, task: Task, all_begun: asyncio.Barrier) -> float:
     """Run one episode with the right commands. Return its reward."""
     env, solved = await asyncio.to_thread(lambda: (tasks.env(task, 0), tasks.solved(task)))
     try:
         await env.begin()
+        await all_begun.wait()
         for command, _ in solved.commands:
             call = ToolCall("bash", {"command": command})
             await env.step(Message("assistant", "", (call,)))
@@ -78,31 +102,37 @@ async def episode(tasks: MadeTasks, task: Task) -> float:
         await env.close()
 
 
-async def waiting(tasks: MadeTasks, task: Task) -> float:
+async def waiting(tasks: MadeTasks, task: Task, all_begun: asyncio.Barrier) -> float:
     """Do the same without a sandbox."""
     solved = await asyncio.to_thread(tasks.solved, task)
+    await all_begun.wait()
     for _ in range(len(solved.commands) + 2):
         await asyncio.sleep(WAIT_S)
     return 1.0
 
 
 async def measure(
-    play: Callable[[MadeTasks, Task], Awaitable[float]], tasks: MadeTasks, agents: int
-) -> tuple[list[float], float, float]:
-    """Run `agents` episodes at once, twice each. Return the gaps in seconds, the seconds, and the
-    mean reward.
+    play: Callable[[MadeTasks, Task, asyncio.Barrier], Awaitable[float]],
+    tasks: MadeTasks,
+    agents: int,
+    episodes: int,
+) -> tuple[list["Gap"], float, float]:
+    """Let `agents` agents run `episodes` episodes each. Return the gaps, the seconds, and the mean
+    reward.
     """
-    drawn = list(islice(tasks.train(0), 2 * agents))
-    slots = asyncio.Semaphore(agents)
+    drawn = list(islice(tasks.train(0), episodes * agents))
+    slots, all_begun = asyncio.Semaphore(agents), asyncio.Barrier(agents)
 
     async def one(task: Task) -> float:
         async with slots:
-            return await play(tasks, task)
+            return await play(tasks, task, all_begun)
 
     began = time.monotonic()
-    with GapTimer() as timer:
-        rewards = await asyncio.gather(*map(one, drawn))
-    return timer.gaps, time.monotonic() - began, sum(rewards) / len(rewards)
+    ticker = Ticker()
+    ticker.start()
+    rewards = await asyncio.gather(*map(one, drawn))
+    ticker.stop()
+    return ticker.gaps, time.monotonic() - began, sum(rewards) / len(rewards)
 
 
 class Gap(NamedTuple):
@@ -133,8 +163,15 @@ class Ticker:
     def start(self) -> None:
         """Start on the running event loop. Without effect if it has started."""
         if self._timer is None:
-            self._thread = threading.get_native_id()
+            path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+            self._queued = os.open(path, os.O_RDONLY)  # an open file is read with one call
             self._begin()
+
+    def stop(self) -> None:
+        """End the timer."""
+        assert self._timer is not None
+        self._timer.cancel()
+        os.close(self._queued)
 
     def _begin(self) -> None:
         self._before = self._clocks()
@@ -148,20 +185,21 @@ class Ticker:
         self._begin()
 
     def _clocks(self) -> tuple[float, float, float]:
-        return queued_s(self._thread), time.process_time(), time.thread_time()
+        queued = int(os.pread(self._queued, 128, 0).split()[1]) / 1e9
+        return queued, time.process_time(), time.thread_time()
 
 
 TICKER = Ticker()
 """The timer of the run that is measured."""
 
 
-class DrivenTasks(MadeTasks):
+class DrivenTasks(Jobs):
     """Jobs that are done rightly, whatever the policy says. `AGENTS` of them have an environment at
-    once."""
+    once, which only waits if `runtime` is empty."""
 
-    def __init__(self, *, sandboxes: bool) -> None:
-        super().__init__("jobs", job)
-        self._sandboxes = sandboxes
+    def __init__(self, runtime: str) -> None:
+        super().__init__(runtime)
+        self._sandboxes = bool(runtime)
         self._slots = asyncio.Semaphore(AGENTS)
 
     def env(self, task: Task, seed: int) -> Any:
@@ -170,14 +208,11 @@ class DrivenTasks(MadeTasks):
         return DrivenEnv(inner, commands, self._slots)
 
 
-def in_sandboxes() -> DrivenTasks:
-    """Return the tasks of a run that is measured."""
-    return DrivenTasks(sandboxes=True)
-
-
-def without_sandboxes() -> DrivenTasks:
-    """Return tasks whose environments only wait."""
-    return DrivenTasks(sandboxes=False)
+in_namespaces = partial(DrivenTasks, "namespaces")
+in_podman = partial(DrivenTasks, "podman")
+in_docker = partial(DrivenTasks, "docker")
+without_sandboxes = partial(DrivenTasks, "")
+"""The tasks of runs that are measured."""
 
 
 @dataclass
@@ -282,6 +317,7 @@ def measure_run(tasks: str, steps: int) -> RunGaps:
             name="run",
             max_steps=steps + 2,
             sft=SftConfig(),
+            rollout=RolloutConfig(max_turns=4, timeout_s=TIMEOUT_S),
             schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=8),
             eval=EvalConfig(tasks=0),
             trackers=cast(Any, ends),
@@ -296,31 +332,43 @@ def measure_run(tasks: str, steps: int) -> RunGaps:
     return RunGaps(gaps, alone, 64 * steps, ended - began, tokens)
 
 
-def idle_rows(agents: Sequence[int], repeats: int) -> tuple[list[str], float]:
+def gap_cell(times: Sequence[Sequence[float]]) -> str:
+    """Return the longest gap, then how many are above 5 and above 20 ms. Gaps are in seconds."""
+    gaps = [1e3 * gap for each in times for gap in each]
+    longest = tables.spread([1e3 * max(each) for each in times], "{:.1f} ms")
+    return f"{longest}; {sum(gap > LATE_MS for gap in gaps)}, {sum(gap > GOAL_MS for gap in gaps)}"
+
+
+def idle_rows(
+    runtime: str, agents: Sequence[int], episodes: int, repeats: int
+) -> tuple[list[str], float]:
     """Measure a loop that has nothing else to do. Return the rows, and the longest gap in ms."""
     rows, worst = [], 0.0
-    for tasks in (jobs(), repairs()):
-        for name, play in (("yes", episode), ("none", waiting)):
+    for tasks in (Jobs(runtime), *([repairs()] if runtime == "namespaces" else [])):
+        for name, play in ((runtime, episode), ("none", waiting)):
             for number in agents:
-                asyncio.run(measure(play, tasks, number))  # the threads are there then
-                found = [asyncio.run(measure(play, tasks, number)) for _ in range(repeats)]
-                longest = [1e3 * max(gaps) for gaps, _, _ in found]
-                late = [1e3 * gap for gaps, _, _ in found for gap in gaps if 1e3 * gap > LATE_MS]
-                over = sum(gap > GOAL_MS for gap in late)
-                rate = median(2 * number / seconds for _, seconds, _ in found)
+                asyncio.run(measure(play, tasks, number, 1))  # the threads are there then
+                found = [
+                    asyncio.run(measure(play, tasks, number, episodes)) for _ in range(repeats)
+                ]
+                columns = (
+                    [[gap.own for gap in gaps] for gaps, _, _ in found],
+                    [[gap.late for gap in gaps] for gaps, _, _ in found],
+                )
+                rate = median(episodes * number / seconds for _, seconds, _ in found)
                 reward = min(reward for _, _, reward in found)
                 if play is episode:
-                    worst = max(worst, *longest)
-                cells = (tasks.name, name, number, tables.spread(longest, "{:.1f} ms"), len(late))
-                rows.append(tables.row(*cells, over, f"{rate:.1f}", f"{reward:g}"))
+                    worst = max(worst, 1e3 * max(map(max, columns[0])))
+                cells = (tasks.name, name, number, *map(gap_cell, columns))
+                rows.append(tables.row(*cells, f"{rate:.1f}", f"{reward:g}"))
                 tables.CONSOLE.print(rows[-1])
     return rows, worst
 
 
-def run_rows(steps: int, repeats: int) -> tuple[list[str], float]:
+def run_rows(runtime: str, steps: int, repeats: int) -> tuple[list[str], float]:
     """Measure runs. Return the rows, and the longest gap in ms of those with sandboxes."""
     rows, worst = [], 0.0
-    for name, tasks in (("yes", "in_sandboxes"), ("none", "without_sandboxes")):
+    for name, tasks in ((runtime, f"in_{runtime}"), ("none", "without_sandboxes")):
         found = [measure_run(tasks, steps) for _ in range(repeats)]
         columns = {
             "to blame": [[gap.own for gap in each.run] for each in found],
@@ -328,13 +376,8 @@ def run_rows(steps: int, repeats: int) -> tuple[list[str], float]:
             "elapsed": [[gap.late for gap in each.run] for each in found],
             "beside it": [[gap.late for gap in each.beside] for each in found],
         }
-        cells = [
-            f"{tables.spread([1e3 * max(gaps) for gaps in runs], '{:.1f} ms')}; "
-            f"{sum(1e3 * gap > LATE_MS for gaps in runs for gap in gaps)}, "
-            f"{sum(1e3 * gap > GOAL_MS for gaps in runs for gap in gaps)}"
-            for runs in columns.values()
-        ]
-        if name == "yes":
+        cells = map(gap_cell, columns.values())
+        if name == runtime:
             worst = 1e3 * max(map(max, columns["to blame"]))
         rates = (
             f"{sum(each.episodes for each in found) / sum(each.seconds for each in found):.1f}",
@@ -348,49 +391,62 @@ def run_rows(steps: int, repeats: int) -> tuple[list[str], float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--agents", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--episodes", type=int, default=2, help="of each agent")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of each run")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each kind")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each kind, or 0")
+    parser.add_argument("--runtime", choices=("namespaces", *CONTAINERS), default="namespaces")
     options = parser.parse_args()
-    idle, worst_idle = idle_rows(options.agents, options.repeats)
-    runs, worst_run = run_rows(options.steps, options.runs)
+    if options.runtime in CONTAINERS:
+        build_image(options.runtime)
+    limit_threads()
+    with rare_garbage_collection():  # as in a run: else a collection of all objects takes 0.2 s
+        idle, worst_idle = idle_rows(
+            options.runtime, options.agents, options.episodes, options.repeats
+        )
     lines = [
-        f"Two episodes of each agent, {options.repeats} times. The longest gap is the median over "
-        f"the times, with the least and the most. Gaps above {LATE_MS:g} ms and above the goal of "
-        f"{GOAL_MS:g} ms are those of all times together.",
+        f"Episodes of each agent: {options.episodes}, all of them {options.repeats} times. All "
+        "agents have a sandbox at once. A cell of gaps has the longest "
+        "(median over the times, with the least and the most), then how many of all times' gaps "
+        f"are above "
+        f"{LATE_MS:g} ms and above the goal of {GOAL_MS:g} ms. The process is to blame for a gap "
+        "without the time that the loop's thread waited for a processor, and for no more than its "
+        "own processor time.",
         "",
         *tables.columns(
             "tasks",
             "sandboxes",
             "agents",
-            "longest gap",
-            f"above {LATE_MS:g} ms",
-            f"above {GOAL_MS:g} ms",
+            "gaps that the process is to blame for",
+            "elapsed gaps",
             "episodes/s",
             "least reward",
         ),
         *idle,
-        "",
-        f"While the engine samples and the trainer trains: {AGENTS} agents at once, {options.runs} "
-        f"runs of {options.steps} steps. Each cell has the longest gap (median over the runs, with "
-        f"the least and the most), then how many of all runs' gaps are above {LATE_MS:g} ms and "
-        f"above {GOAL_MS:g} ms. A run is to blame for a gap without the time that its thread "
-        "waited for a processor, and for no more than the processor time of its process. The loop "
-        "beside it has nothing to do, on the same cores.",
-        "",
-        *tables.columns(
-            "sandboxes",
-            "gaps that the run is to blame for",
-            "work of the loop's thread",
-            "elapsed gaps of the run",
-            "elapsed gaps of the loop beside it",
-            "seconds",
-            "episodes/s",
-            "sampled tokens/s",
-        ),
-        *runs,
     ]
-    tables.write("terminal-event-loop", "Agents in sandboxes and the event loop", lines)
+    worst_run = 0.0
+    if options.runs:
+        runs, worst_run = run_rows(options.runtime, options.steps, options.runs)
+        lines += [
+            "",
+            f"While the engine samples and the trainer trains: {AGENTS} agents at once, "
+            f"{options.runs} runs of {options.steps} steps. The loop beside a run has nothing to "
+            "do, on the same cores.",
+            "",
+            *tables.columns(
+                "sandboxes",
+                "gaps that the run is to blame for",
+                "work of the loop's thread",
+                "elapsed gaps of the run",
+                "elapsed gaps of the loop beside it",
+                "seconds",
+                "episodes/s",
+                "sampled tokens/s",
+            ),
+            *runs,
+        ]
+    suffix = f"-{options.runtime}" if options.runtime in CONTAINERS else ""
+    tables.write(f"terminal-event-loop{suffix}", "Agents in sandboxes and the event loop", lines)
     return int(max(worst_idle, worst_run) > GOAL_MS)
 
 

@@ -1,18 +1,21 @@
-"""Two endless sets of terminal tasks that a program makes: jobs in a shell, and repairs.
+"""Endless sets of terminal tasks that a program makes: jobs in a shell, repairs, and issues.
 
     unstale train examples.terminal_tasks:train_jobs       # in a checkout, with the small model
     unstale train examples.terminal_tasks:train_repairs
     unstale train llm --model MODEL --task.env examples.terminal_tasks:jobs
+    unstale attempt RUN llm --task.env examples.terminal_tasks:issues \\
+        --stages examples/repair_stages.toml --judge REWARD_MODEL
 
 A job is written in a file: what to compute of another file, and where to write it. A repair is a
-small repository with a bug, and an issue about it. Both have hidden tests. Each set has
+small repository with a bug, and an issue about it. Both have hidden tests. Issues are repairs in
+whose repository there are tests, too, which some wrong repairs pass. Each set has
 demonstrations for a supervised start: their format is right, and most of their decisions are wrong,
 so that reinforcement learning has to find the right ones.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -28,7 +31,7 @@ from unstale.config import (
 )
 from unstale.envs import Message, NumberedTasks, ToolCall
 from unstale.envs.sandboxes.namespaces import NamespaceRuntime
-from unstale.envs.sandboxes.runtime import File, TerminalTask
+from unstale.envs.sandboxes.runtime import File, Runtime, TerminalTask
 from unstale.envs.terminal import SYSTEM, TOOL, Commands, TerminalEnv
 from unstale.records import Task
 
@@ -54,7 +57,7 @@ class MadeTasks(NumberedTasks):
     def __init__(self, name: str, make: Callable[[Random, float], Solved]) -> None:
         self.name = name
         self._make = make
-        self._runtime = NamespaceRuntime(storage_mb=8)
+        self._runtime: Runtime = NamespaceRuntime(storage_mb=8)
 
     def solved(self, task: Task, right: float = 1.0) -> Solved:
         """Return a task with an episode in which the share `right` of the decisions is right."""
@@ -191,6 +194,19 @@ def repair(random: Random, right: float) -> Solved:
     return Solved(task, ((f"grep -nA1 {name} shop.py", shown), (command, "(no output)")))
 
 
+def issue(random: Random, right: float) -> Solved:
+    """Draw a repair whose repository has a test of each function, with equal arguments."""
+    solved = repair(random, right)
+    rows = solved.task.tests["want.json"].content.decode().splitlines()
+    (names, values), want = map(json.loads, rows)
+    lines = ["from shop import *"]
+    for name, results in zip(names, want, strict=True):
+        lines.append(f"assert {name}{tuple(values[-1])} == {results[-1]}")
+    test = File("".join(f"{line}\n" for line in lines).encode())
+    files = {**solved.task.environment, "test_shop.py": test}
+    return replace(solved, task=replace(solved.task, environment=files))
+
+
 def _body(operator: str) -> str:
     """Return the line of a function with an operator."""
     choice = f"a if a {operator} b else b" if operator in "<>" else f"a {operator} b"
@@ -205,6 +221,11 @@ def jobs() -> MadeTasks:
 def repairs() -> MadeTasks:
     """Return the task set of small repositories with a bug."""
     return MadeTasks("repairs", repair)
+
+
+def issues() -> MadeTasks:
+    """Return the task set of repairs with tests in the repository."""
+    return MadeTasks("issues", issue)
 
 
 def _run(tasks: str, start: int, trainer: TrainerConfig) -> RunConfig:

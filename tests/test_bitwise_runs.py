@@ -78,6 +78,7 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert min(row["trainer/grad_norm"] for row in rows) > 0, "every version has other weights"
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("changes", [{}, in_bfloat16()], ids=["float32", "bfloat16"])
 def test_every_token_of_an_asynchronous_run_has_the_same_bits(
     model: Path, tmp_path: Path, changes: Mapping[str, Any]
@@ -91,6 +92,27 @@ def test_rollout_is_exact(model: Path, tmp_path: Path) -> None:
     config = configure(model, tmp_path, **ROLLOUT)
     check(session.train(config, console=quiet()).metrics)
     assert semantics.facts(config)["exact"].startswith("yes, bit for bit")
+
+
+@pytest.mark.costly
+def test_prompts_and_replies_of_different_engines_have_the_same_bits(
+    model: Path, tmp_path: Path
+) -> None:
+    """Caches go from engine to engine, engines change phase, and the trainer checks each token."""
+    engine = replace(
+        ENGINE,
+        processes=3,
+        prefill_engines=1,
+        prefill_ratio=0.5,
+        send_cache=True,
+        move_engines=True,
+    )
+    config = configure(model, tmp_path, engine=engine, deterministic=False)
+    rows = session.train(config, console=quiet()).metrics
+    assert sum(row["engine/received_tokens"] for row in rows) > 0
+    assert {row["correction/log_d_abs_mean"] for row in rows} == {0.0}
+    assert max(row["audit/logp_error_abs_mean"] for row in rows) == 0.0
+    assert all(row[COMPARED] >= row["trainer/tokens_with_gradient"] for row in rows)
 
 
 @pytest.mark.slow

@@ -52,8 +52,9 @@ def test_the_example_task_trains(tmp_path: Path) -> None:
     assert 0 <= float(success) <= 1 and (tmp_path / report).exists()
 
 
+@pytest.mark.costly
 def test_the_example_mixture_keeps_the_contract(tmp_path: Path) -> None:
-    echo, _, _, mixture, _ = blocks("docs/your-own-task.md", "python")
+    echo, _, _, mixture, *_ = blocks("docs/your-own-task.md", "python")
     sums = blocks("docs/your-own-data.md", "python")[0]
     for name, code in (("order_desk", echo), ("mixture", mixture), ("sums", sums)):
         (tmp_path / f"{name}.py").write_text(code)
@@ -69,10 +70,11 @@ def test_the_example_mixture_keeps_the_contract(tmp_path: Path) -> None:
 
 @pytest.mark.costly
 def test_the_example_horizon_has_the_figures_of_the_page() -> None:
-    *_, horizon = blocks("docs/your-own-task.md", "python")
-    printed = run_python("-c", horizon)
-    assert "depth=1," in printed and "rollouts=59, episodes=944," in printed
-    assert "random_return=0.26" in printed
+    *_, horizon, sqirl = blocks("docs/your-own-task.md", "python")
+    first, second, learned = run_python("-c", f"{horizon}\n{sqirl}").splitlines()
+    assert "depth=1," in first and "rollouts=59, episodes=944," in first
+    assert "random_return=0.26" in first
+    assert "episodes=822," in second and learned == "1.0 1.0"
 
 
 def test_a_page_quotes_the_loop() -> None:
@@ -148,6 +150,23 @@ def asked_for() -> list[str]:
 def test_options_that_users_of_other_trainers_ask_for_are_accepted(given: str) -> None:
     chosen = main.parse(["lint", "retail", *shlex.split(given)])
     assert not check(recipe_options.configure(chosen)).refusals
+
+
+@pytest.mark.costly(cases=1)
+@pytest.mark.parametrize("given", asked_for())
+def test_options_that_users_of_other_trainers_ask_for_train(given: str, tmp_path: Path) -> None:
+    """With rows and a reward of one's own, as the page says, and the small model."""
+    (tmp_path / "my.py").write_text("def reward(reply, row):\n    return float(len(reply) % 2)\n")
+    rows = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(20)]
+    (tmp_path / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = "train llm --model base --task.env dataset:my.jsonl --reward my:reward --max_steps 1"
+    small = (
+        "--schedule.groups_per_step 2 --schedule.group_size 2 --eval.tasks 2 "
+        "--engine.max_completion_tokens 8 --engine.max_context 256 --name run"
+    )
+    run_forked(shlex.split(f"{words} {small} {given}"), cwd=tmp_path)
+    last = json.loads((tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 1 and math.isfinite(last["trainer/grad_norm"])
 
 
 def test_the_padded_example_ignores_what_is_off_the_mask() -> None:

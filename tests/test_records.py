@@ -187,6 +187,8 @@ def test_text_sampled_after_a_removed_hint_is_rewritten() -> None:
         lambda: Placed((1,), Provenance.SAMPLED),
         lambda: Placed((1,), Provenance.REWRITTEN),
         lambda: Placed((1,), Provenance.FORCED, source_logp=(-0.1,)),
+        lambda: Placed((1,), Provenance.FOREIGN, source_logp=(-0.1,)),
+        lambda: Placed((1,), Provenance.FOREIGN, 0, (-0.1,), Edit(0, 0, ())),
         lambda: Placed((1, 2), Provenance.REWRITTEN, 0, (-0.1,), Edit(0, 0, ())),
         lambda: Edit(3, 2, ()),
     ],

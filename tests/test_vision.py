@@ -164,6 +164,7 @@ def test_a_killed_run_that_is_resumed_ends_equal(
     assert compare_runs.differences(ran, tmp_path / "run") == []
 
 
+@pytest.mark.costly
 def test_a_lost_picture_is_named_at_a_resume(model: Path, tmp_path: Path) -> None:
     config = configure(model, tmp_path)
     with killed("step", 3):

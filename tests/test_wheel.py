@@ -64,6 +64,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return programs
 
 
+@pytest.mark.costly
 def test_the_demo_runs_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
     where = "import unstale; print(unstale.__file__)"
     home = run(installed / "python", "-c", where, cwd=tmp_path).stdout

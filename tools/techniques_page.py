@@ -44,7 +44,8 @@ A resumed run keeps its techniques. Their options may change, unless they are na
 
 Each row of `--all` is a paper. It *works* if options turn on what its abstract describes. It works
 *partly* if a named part is left out. A *diagnostic* measures what the paper measures. Of an *idea
-only*, nothing can be turned on as the paper has it.
+only*, nothing can be turned on as the paper has it. The command `unstale denoise` has papers about
+policies that draw in steps ([denoise.md](denoise.md)).
 
 This page is written by `python -m tools.techniques_page` from the techniques' own declarations.
 
@@ -140,8 +141,8 @@ def _entry(entry: Entry) -> Iterator[str]:
     yield f"* **Changes**: {', '.join(sorted(entry.changes)) or 'nothing'}."
     yield f"* **Use it if**: {entry.use}"
     yield f"* **Exactness**: {entry.exactness}"
-    if entry.requires:
-        yield f"* **Needs**: {', '.join(sorted(entry.requires))}."
+    if entry.needs:
+        yield f"* **Needs**: {', '.join(entry.needs)}."
     if entry.fixed:
         names = ", ".join(f"`{option}`" for option in entry.fixed)
         yield f"* **Fixed in a resumed run**: {names}."

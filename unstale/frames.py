@@ -3,6 +3,7 @@
 import linecache
 import os
 import re
+import signal
 import sysconfig
 import traceback
 from contextlib import suppress
@@ -104,6 +105,15 @@ def lines_of_dump(dump: str) -> list[str]:
                 lines.append(show_line(file, int(line), function))
                 break
     return list(dict.fromkeys(lines))
+
+
+def outcome(code: int) -> str:
+    """Return how a process ended, from its return code as `subprocess` gives it.
+
+    >>> outcome(3), outcome(-9)
+    ('exit code 3', 'SIGKILL')
+    """
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 def last_words(output: IO[bytes]) -> str:

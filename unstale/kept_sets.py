@@ -235,7 +235,7 @@ def join(parts: Sequence[tuple[int, KeptSets | None]]) -> KeptSets | None:
 
 
 _LZMA = b"\x07"
-"""The first byte of packed sets, which stands for the format."""
+"""The first byte of packed sets, which names the format."""
 _FILTERS = ({"id": 0x4000000000000001, "preset": 6, "lc": 1, "lp": 0, "pb": 0, "dict_size": 2**16},)
 """LZMA1 without a header, with the options that made sets of SmolLM2 shortest."""
 _LEAST = 8
@@ -250,7 +250,8 @@ _LEB_BYTES = 5
 
 
 def _best_reference(ids: "NDArray[np.int64]", past: "Sequence[Ids]") -> int:
-    """Return how far back the set is that saves most bits as a reference, or 0 if none saves any.
+    """Return the distance to the earlier set that saves most bits as a reference. 0 if no set saves
+    any.
 
     The last set has the distance 1. An id in common saves about the logarithm of the mean
     difference of ids, and each id of the earlier set costs a bit.

@@ -9,7 +9,8 @@ Three activities overlap:
     Publication    load new weights into all engines, free tickets, write checkpoint and metrics
 
 A ticket is the permission to start a group. No optimizer step runs before the current version is
-published. An error in any component ends the run, but a failed episode does not.
+published. An error in any component ends the run. An episode that fails, also because the user's
+environment or reward raised an error, does not.
 """
 
 import asyncio
@@ -17,9 +18,9 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from unstale.config import RunConfig
 from unstale.durability import CheckpointWriter, RunJournal
@@ -29,20 +30,17 @@ from unstale.observe import RunRecorder
 from unstale.old_logps import OldLogps
 from unstale.records import (
     Batch,
-    Failure,
-    Fork,
     Group,
     GroupRequest,
     ScoredTrajectory,
-    Trajectory,
     collate,
     concatenate,
 )
 from unstale.rollout import Evaluation, GroupRollout, activity
 from unstale.rollout.episode import require_finished
 from unstale.rollout.evaluation import FinishedEpisodes, measure_success
+from unstale.rollout.hooks import RunHooks
 from unstale.rollout.metrics import describe, describe_advantages
-from unstale.rollout.rounds import Rounds
 from unstale.rollout.staleness_queue import (
     PendingPieces,
     StalenessQueue,
@@ -51,76 +49,13 @@ from unstale.rollout.staleness_queue import (
 )
 from unstale.rollout.timeouts import run_to_completion
 from unstale.trainer import AuditObserver, Trainer
-from unstale.trainer.threads import FreedMemory, WorkerThread
+from unstale.trainer.threads import FREED_MEMORY, WorkerThread
 from unstale.weights.publish import Publisher
 
 LARGE_BATCH_TOKENS = 1 << 16
 """Least number of tokens of a batch that is built in the trainer's thread instead of the event
 loop. Building this many takes about 10 ms.
 """
-
-
-class TechniqueHooks(Protocol):
-    """The interface through which the training loop calls techniques and the advantage estimator.
-
-    `unstale.rollout.hooks.RunHooks` implements it.
-    """
-
-    @property
-    def max_replay_age(self) -> int:
-        """Largest age of a replayed token, in versions. 0 if the run trains on each group once."""
-        ...
-
-    @property
-    def reads_states(self) -> bool:
-        """True if a technique reads hidden states of the policy."""
-        ...
-
-    async def more(
-        self, request: GroupRequest, results: Sequence[Trajectory | Failure]
-    ) -> Sequence[Fork | None]:
-        """Return which episodes to add to a group whose episodes have all ended.
-
-        There is one element for each added episode: where it is forked from an earlier one, or None
-        if it has its own beginning. A new size of the group is recorded in the journal.
-        """
-        ...
-
-    def rounds(self, request: GroupRequest) -> Rounds | None:
-        """Return an object that decides about a group's episodes while they run.
-
-        None if nothing does.
-        """
-        ...
-
-    def read_states(self, groups: Sequence[Group]) -> None:
-        """Compute hidden states of a batch's episodes, which techniques use in `credit`.
-
-        Called in the trainer's thread.
-        """
-        ...
-
-    def credit(
-        self, groups: Sequence[Group], *, progress: float, version: int, whole: bool
-    ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
-        """Return the trajectories to train on with their advantages, and metrics.
-
-        `progress` is the share of the run's steps that are done, 0 to 1. `version` is the version
-        of the weights before the step. `whole` is False if `groups` are only a part of the batch.
-        """
-        ...
-
-    def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
-        """Return batches of earlier, stored groups that the step trains on besides `groups`."""
-        ...
-
-    def prepared(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        """Add to the batch what the teachers of distillation read, and return it."""
-        ...
-
-    def trained(self, groups: Sequence[Group], step: int) -> None:
-        """Update the state of techniques after a step has trained on `groups`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +78,7 @@ class RunComponents:
     queue: StalenessQueue
     pending: PendingPieces
     """Sampled pieces (runs of tokens of one version) that no batch has contained yet."""
-    techniques: TechniqueHooks
+    techniques: RunHooks
     old_logps: OldLogps
     auditor: AuditObserver
     trainer: Trainer
@@ -156,7 +91,6 @@ class RunComponents:
     """The thread that writes versions and checkpoints. asyncio's own threads may all be occupied by
     environments.
     """
-    freed_memory: FreedMemory = field(default_factory=FreedMemory)
 
     def close(self) -> None:
         """Stop the trainer's thread and the I/O thread after their current work."""
@@ -203,6 +137,7 @@ async def produce(run: RunComponents) -> None:
         await run.queue.wait_for_ticket()
         async for request in run.requests:
             await run.queue.admit(partial(roll, run, request), in_flight)
+            await asyncio.sleep(0)  # the episodes of all free tickets would start in one round
             await run.queue.wait_for_ticket()
         run.queue.close(
             f"{run.config.task.env} ran out of tasks: train() must be endless, "
@@ -281,10 +216,11 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
 def commit(run: RunComponents, batch: Batch, groups: Sequence[Group], step: int) -> None:
     """Mark a step's groups as trained on, and start the next version of the weights.
 
-    Called once for each step, after the last optimizer step and before the publication. Nothing is
-    written to disk here: journal, techniques and trainer note the step in memory, and the next
-    checkpoint writes all of it at once. So after a crash a run continues from the last checkpoint,
-    whose weights have trained on each of its groups exactly once.
+    Called once for each step, after the last optimizer step and before the publication. Journal,
+    techniques and trainer note the step in memory, and the next checkpoint writes all of it at
+    once. Only values of the trained tokens are written before, and a resume removes them. So after
+    a crash a run continues from the last checkpoint, whose weights have trained on each of its
+    groups exactly once.
     """
     run.pending.discard(episodes_of(groups))
     run.journal.commit(
@@ -322,7 +258,9 @@ async def build_batch(
     scored, credited = run.techniques.credit(
         groups, progress=done, version=run.trainer.version, whole=whole
     )
+    await asyncio.sleep(0)  # each of the three takes a millisecond or more
     batch, staleness = await join(run, groups, scored, step)
+    await asyncio.sleep(0)
     described = {**describe([*groups, *left_out]), **describe_advantages(groups, scored)}
     return batch, {**described, **credited, **staleness}
 
@@ -509,7 +447,7 @@ async def learn(
     await until_scorable(run, batch, publication)
     scoring_s = 0.0
     with run.log.span("old_logps", f"step {step}"):
-        minibatches = await run.trainer_thread.run(trainer.prepare, batch)
+        minibatches = await run.trainer_thread.run(trainer.prepare, batch)  # and correct D
     for number, minibatch in enumerate(minibatches):
         with run.log.span("trainer", f"step {step}"):
             await run.trainer_thread.run(trainer.backward, minibatch)
@@ -553,8 +491,9 @@ class Publication:
 
         begin    in the trainer's thread: note the weights, copy the data of a checkpoint
         finish   in another thread: compress the version, and write it to disk
-        stage    engines decode and check the weights while they generate
-        load     interrupt generation, load the weights into all engines, resume generation
+        stage    servers decode and check the weights while they generate
+        load     interrupt generation, load the weights into all engines, resume generation: an
+                 interrupted reply keeps its tokens, and the new weights sample the rest
         then     notify route and auditor, free the staleness queue's tickets of the trained batch,
                  write checkpoint and metrics
     """
@@ -671,7 +610,7 @@ class Publication:
         """
         run = self._run
         began = time.monotonic()
-        run.freed_memory.trim(now=self._checkpoint_due)  # of gradients and activations
+        FREED_MEMORY.trim(now=self._checkpoint_due)  # of gradients and activations
         # Before the snapshot: the version store's copy is then equal to the weights it saves.
         run.publisher.begin(run.trainer, live)
         snapshot = None
@@ -720,7 +659,7 @@ async def evaluate(run: RunComponents, evaluation: Evaluation, step: int) -> dic
     with run.log.span("eval", f"step {step}"):
         outcomes = await evaluation.measure(progress=run.log.phase, finished=finished)
     measured = measure_success(outcomes, evaluation.samples)
-    reward = finished.mean_reward(finished.successes)
+    reward = finished.means(finished.successes)["reward"]
     metrics: Mapping[str, float] = {**measured, "eval/reward_mean": reward}
     run.log.event(
         "eval",

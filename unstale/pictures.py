@@ -101,7 +101,7 @@ class PictureStore:
         return self
 
     def open(self, folder: Path) -> None:
-        """Use `folder` from now on, with the pictures that it already has.
+        """Move the store to `folder`, which may already have pictures.
 
         Copy the store's pictures to it.
         """

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
+from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -183,8 +184,9 @@ class Placed:
     The option `objective.placed` decides whether it has a loss. Text that must never have one is a
     `ContextPiece`. If the policy sampled the text but its context was edited since (origin
     REWRITTEN), `version` sampled it in the context that `edit.undo` restores, and `source_logp` has
-    the log-probability of each token there, in nats. Other placed text has none of the three. See
-    docs/placed.md.
+    the log-probability of each token there, in nats. Of FOREIGN text `source_logp` may be known,
+    under the policy that wrote it in the recorded context. `version` is then that of this run whose
+    policy it is compared with. Other placed text has none of the three. See docs/placed.md.
     """
 
     tokens: tuple[int, ...]
@@ -198,10 +200,13 @@ class Placed:
             names = ", ".join(each.name for each in sorted(PLACED))
             raise ValueError(f"a Placed piece must be {names}, got {self.provenance.name}")
         known = (self.version >= 0, self.source_logp is not None, self.edit is not None)
-        if set(known) != {self.provenance == Provenance.REWRITTEN}:
+        rewritten = self.provenance == Provenance.REWRITTEN
+        foreign = self.provenance == Provenance.FOREIGN and known == (True, True, False)
+        if set(known) != {rewritten} and not foreign:
             raise ValueError(
-                "a Placed piece needs version, source_logp and edit if it is REWRITTEN, and none "
-                f"of them otherwise; got {self.provenance.name} with version {self.version}"
+                "a Placed piece needs version, source_logp and edit if it is REWRITTEN, version "
+                "and source_logp or none of them if it is FOREIGN, and none otherwise; got "
+                f"{self.provenance.name} with version {self.version}"
             )
         if self.source_logp is not None and len(self.source_logp) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.source_logp)} source_logp")
@@ -503,6 +508,16 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
         start += len(piece.tokens)
 
 
+def common_prefix(streams: Sequence[Sequence[int]]) -> int:
+    """Return the number of tokens at the beginning that all token sequences share.
+
+    >>> common_prefix([[1, 2, 3], [1, 2, 4], [1, 2]])
+    2
+    """
+    pairs = zip(*streams, strict=False)
+    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, pairs))
+
+
 def replies(pieces: Sequence[Piece]) -> list[tuple[int, tuple[int, ...]]]:
     """Return the offset and the tokens of each reply in an episode.
 
@@ -589,6 +604,12 @@ NO_BUDGET = EpisodeBudget()
 """The budget that sets no limits, so that only the options of the run do."""
 
 
+UNREPEATED_TEXT = "TextNotRepeated:"
+"""The beginning of `Failure.error` if an environment gave other answers than the text of a fork
+has. The text is then wrong, not the environment: other episodes of the task do not fail by it.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An episode that ended with an error of its environment. The run continues without it."""
@@ -598,6 +619,17 @@ class Failure:
     error: str
     turns: int = 0
     sampled_tokens: int = 0
+    fork: Fork | None = None
+    """Where the episode was forked from another one. None if it has its own beginning."""
+
+
+def is_unrepeated(outcome: Trajectory | Failure) -> bool:
+    """Return True for a failed attempt whose environment gave other answers than the text of its
+    fork has.
+
+    It is not tried again, and does not count as a failure of its task.
+    """
+    return isinstance(outcome, Failure) and outcome.error.startswith(UNREPEATED_TEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -628,15 +660,14 @@ class Group:
 
     @property
     def has_one_reward(self) -> bool:
-        """True if all trajectories have the same reward.
-
-        Those that a technique ended early have none.
+        """True if all trajectories have the same reward. Trajectories that a technique ended early
+        have no reward and do not count.
         """
         return len({each.reward for each in self.trajectories if each.stop != "pruned"}) <= 1
 
     @property
     def has_equal_rewards(self) -> bool:
-        """True if all trajectories have the same rewards, in all and in each turn.
+        """True if all trajectories have the same reward, and the same rewards of single turns.
 
         False if all episodes failed. If episodes were forked, only their whole rewards are
         compared, because a forked episode has turn rewards only for the replies that it sampled.
@@ -788,7 +819,7 @@ class StoredLogps:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What a sequence's teacher reads, and which teacher it is (technique `distil`)."""
+    """The text that a sequence's teacher reads, and the teacher's index (technique `distil`)."""
 
     teacher: int = 0
     """The index of the teacher in the option `distil.teacher`."""
@@ -826,8 +857,9 @@ class SharedTokens:
 class PlacedTokens:
     """The placed text of a batch: text in replies that was not sampled in the recorded context.
 
-    Every tensor is `[T]`. REWRITTEN text was sampled, but its context was edited since. `edits` has
-    the places `(start, stop, edit)` of each sequence's REWRITTEN text with a loss, counted from the
+    Every tensor is `[T]`. REWRITTEN text was sampled, but its context was edited since. The source
+    of FOREIGN text, written by another policy, is known only if it has a version. `edits` has the
+    places `(start, stop, edit)` of each sequence's REWRITTEN text with a loss, counted from the
     start of the sequence.
     """
 
@@ -836,12 +868,12 @@ class PlacedTokens:
     trained: "Tensor"
     """True for placed tokens that have a loss, as `objective.placed` decides."""
     version: "Tensor"
-    """The version that sampled the token, if it is REWRITTEN (its context was edited) and has a
-    loss. -1 for other tokens.
+    """The version whose policy is compared with the source of a token with a loss: the one that
+    sampled it, if it is REWRITTEN. -1 for tokens without a known source.
     """
     source_logp: "Tensor"
-    """Log-probability of a REWRITTEN token in the context in which it was sampled (before the
-    edit), in nats. 0 for other tokens.
+    """Log-probability of a token under the policy that wrote it, in nats: if it is REWRITTEN, in
+    the context before the edit. 0 for tokens without a known source.
     """
     edits: tuple[tuple[tuple[int, int, Edit], ...], ...]
 
@@ -1380,9 +1412,9 @@ def _placed_tokens(
         for start, piece, _ in walk(item.trajectory.pieces):
             count = len(piece.tokens)
             version, logps = NO_VERSION, (0.0,) * count
-            if isinstance(piece, Placed) and piece.edit and has_loss(piece, placed):
-                version, logps = piece.version, piece.source_logp or logps
-                places.append((start, start + count, piece.edit))
+            if isinstance(piece, Placed) and piece.source_logp and has_loss(piece, placed):
+                version, logps = piece.version, piece.source_logp
+                places += [(start, start + count, piece.edit)] if piece.edit else []
             counts.append(count)
             rows.append((isinstance(piece, Placed), has_loss(piece, placed), version))
             source_logp += logps

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from unstale.records import Edit, Piece, Placed, Provenance, Sampled
+from unstale.records import Edit, Piece, Placed, Provenance, Sampled, common_prefix
 
 
 def replace_prompt(pieces: Sequence[Piece], prompt: tuple[int, ...]) -> tuple[Piece, ...]:
@@ -12,17 +12,12 @@ def replace_prompt(pieces: Sequence[Piece], prompt: tuple[int, ...]) -> tuple[Pi
     Sampled text after it gets the origin REWRITTEN, because it was sampled in another context.
     """
     given = pieces[0].tokens
-    first, last = _same(given, prompt), _same(given[::-1], prompt[::-1])
+    first = common_prefix([given, prompt])
+    last = common_prefix([given[::-1], prompt[::-1]])
     last = min(last, len(given) - first, len(prompt) - first)
     edit = Edit(first, len(prompt) - last, given[first : len(given) - last])
     rest = tuple(_rest(piece, 0, edit) for piece in pieces[1:])
     return (replace(pieces[0], tokens=prompt), *rest)
-
-
-def _same(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of tokens with which both sequences begin."""
-    pairs = zip(some, others, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(some), len(others)))
 
 
 def remove_text(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
@@ -67,4 +62,6 @@ def _rest(piece: Piece, skip: int, edit: Edit) -> Piece:
         return Placed(tokens, Provenance.REWRITTEN, piece.version, logps, edit)
     if isinstance(piece, Placed) and piece.edit:
         raise ValueError("the context of REWRITTEN text cannot be edited again")
+    if isinstance(piece, Placed):  # its source is not known in another context
+        return Placed(tokens, piece.provenance)
     return replace(piece, tokens=tokens)

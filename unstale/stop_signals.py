@@ -31,7 +31,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SecondSignal(KeyboardInterrupt):
-    """Error raised by the second Ctrl-C in a notebook or interactive Python, which goes on.
+    """Error raised by the second Ctrl-C in a notebook or interactive Python, whose process
+    continues.
 
     Code that turns errors of environments into failed episodes must not catch this error.
     """
@@ -51,7 +52,7 @@ another id and sends nothing.
 def connect(pipe: int) -> None:
     """Send all later messages to the supervisor, through the pipe with this file descriptor.
 
-    From now on, calls of `os._exit` and `os.kill` that may end this process are reported, too.
+    After this call, calls of `os._exit` and `os.kill` that may end this process are reported, too.
     """
     global _supervisor
     _supervisor = (os.getpid(), pipe)

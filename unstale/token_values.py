@@ -47,13 +47,13 @@ OUTCOMES = {
     "clipped_high": TokenFlag.CLIPPED_HIGH,
     "capped": TokenFlag.CAPPED,
 }
-"""What happened to a token in training, by name, each with its flag. If a token has several flags,
-the first in this order counts.
+"""Outcomes of a token in training, each with its flag. If a token has several flags, the first in
+this order counts.
 """
 
 SKIPPED, KEPT = "skipped", "kept"
-"""What happened to a token without a flag of `OUTCOMES`. `skipped`: no optimizer step trained on
-its episode. `kept`: a step trained on it.
+"""Outcomes of a token without a flag of `OUTCOMES`. `skipped`: no optimizer step trained on its
+episode. `kept`: a step trained on it.
 """
 
 
@@ -101,7 +101,7 @@ class TokenValues:
 
     @property
     def outcome(self) -> list[str]:
-        """What happened to each token: a name of `OUTCOMES`, "skipped" or "kept"."""
+        """The outcome of each token in training: a name of `OUTCOMES`, "skipped" or "kept"."""
         other = SKIPPED if self.minibatch is None else KEPT
         return [
             next((name for name, flag in OUTCOMES.items() if flag & value), other)

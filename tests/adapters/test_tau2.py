@@ -108,10 +108,11 @@ def test_doing_nothing_is_worth_0_where_something_has_to_be_done(domain: str) ->
     )
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize(("domain", "paid"), [("airline", 14), ("telecom", 8)])
 def test_tasks_that_pay_an_agent_that_only_talks_are_counted(domain: str, paid: int) -> None:
     taskset = tasks(domain)
-    text = taskset.giveaways()
+    text = taskset.notice()
     assert text.startswith(f"{paid} of {DOMAINS[domain][0]} training tasks")
     tools = taskset.environment().tools
     of_kind: dict[bool, Task] = {}
@@ -319,7 +320,11 @@ def test_the_commands_of_the_docs_train_and_evaluate_on_all_domains(
     assert again.partition("3 tasks")[2] == shown.partition("3 tasks")[2]
     assert (tmp_path / "tau2.jsonl").read_text().splitlines() == saved
 
-    (train,) = [line for line in DOCS.splitlines() if line.startswith("unstale train llm")]
+    (train,) = [
+        each
+        for each in DOCS.splitlines()
+        if each.startswith("unstale train llm") and "tau2" in each
+    ]
     words = shlex.split(train.replace("models/Qwen3-4B", str(folder)))[1:]
     fewer = "--schedule.groups_per_step 3 --schedule.group_size 2 --max_steps 1 --eval.tasks 0"
     short = "--rollout.max_turns 2 --engine.max_completion_tokens 32 --name tau2 --runs"

@@ -439,6 +439,7 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return session.train(config, console=Console(file=StringIO())).folder
 
 
+@pytest.mark.costly
 def test_a_recorded_run_is_audited_on_every_route(recorded_run: Path) -> None:
     rows = [json.loads(line) for line in (recorded_run / "metrics.jsonl").read_text().splitlines()]
     assert all(row["audit/logp_error_abs_mean"] < 1e-5 and row["audit/tokens"] > 0 for row in rows)

@@ -1,7 +1,7 @@
 """Test limits on a change of probability, against their formulas in plain Python.
 
-- `kpop` keeps the tokens that prime-rl and verl keep, and `LossSpec` aggregates a divergence over
-  units as it aggregates log D.
+- `kpop` bounds a binary KL in both directions, and `LossSpec` aggregates a divergence over units as
+  it aggregates log D.
 - `dppo` stops the tokens that prime-rl's default loss stops (TV) and that the KL of the paper does.
 - Its penalty is on every token, its gradient elsewhere that of an importance weight.
 - `drpo` has the gradient weight of its paper and vanishes at the limit of `dppo`.

@@ -49,7 +49,7 @@ def show(
     page.run("window.alert = () => { throw new Error('a script of the run was run'); }")
 
 
-@pytest.mark.costly(cases=2)
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, False), (1280, True)])
 def test_report_is_complete_and_asks_for_nothing(
     page: Page, report: Path, width: int, dark: bool

@@ -134,7 +134,7 @@ def test_every_token_is_trained_on_with_groups_and_dying_engines() -> None:
     ("values", "why"),
     [
         ({"prefill_engines": 4}, "fleet.prefill_engines must be < 4"),
-        ({"prefill_ratio": 2.0}, "fleet.prefill_ratio is read only with fleet.prefill_engines"),
+        ({"prefill_ratio": 2.0}, "fleet.prefill_ratio is used only with fleet.prefill_engines"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(values: dict[str, Any], why: str) -> None:

@@ -53,7 +53,7 @@ def test_each_setting_has_its_bound_and_its_minibatches(
     assert {arm for setting, arm in planned if setting == "s2-m4"} == arms
 
 
-@pytest.mark.costly(cases=1)
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize(
     "arm", ["zero D", "rollout truncated", "AReaL loglinear", "ppo_ewma_async"]
 )

@@ -37,7 +37,7 @@ def test_only_test_time_trains_on_held_out_tasks(
     assert chosen == [("one", "test_time")]
 
 
-@pytest.mark.costly(cases=1)
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize("place", ARMS.items())
 def test_an_arm_trains(place: tuple[str, str], planned: dict[tuple[str, str], Planned]) -> None:
     changes = {**SMALL, "schedule.group_size": 4, "sft.steps": 0}

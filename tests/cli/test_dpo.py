@@ -122,6 +122,7 @@ def sums(policy: Policy, temperature: float) -> Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("size", [1, 4096])
 def test_loss_and_gradient_are_those_of_trl(
     policy: Path, finished: Path, tmp_path: Path, size: int

@@ -152,6 +152,7 @@ def test_wrong_folders_and_steps_are_refused(
     assert not out.exists() and not (killed / "policy").exists()
 
 
+@pytest.mark.costly
 def test_another_model_than_that_of_the_run_is_refused(
     finished: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,10 +6,14 @@ the replies. Several environments have a result each.
 """
 
 import asyncio
+import re
+from dataclasses import replace
+from io import StringIO
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.cli.test_cli import complaint
 from tests.rollout.test_episode import END, TASK, LetterChat, Tasks, awake, over, says
@@ -20,8 +24,9 @@ from unstale.config import EngineConfig, RolloutConfig
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
 from unstale.observe.statistics import wilson
+from unstale.records import TurnLimit
 from unstale.rollout.episode import Rollout
-from unstale.rollout.evaluation import evaluate
+from unstale.rollout.evaluation import FinishedEpisodes, attempts_at, evaluate
 from unstale.rollout.generator import Generator
 
 
@@ -94,6 +99,33 @@ def test_each_environment_has_its_result_if_there_are_several() -> None:
     assert row["pass@2"].value == 1 and row["pass^2"].value == pytest.approx(1 / 3)
     assert grade.table([2]).row_count == 9
     assert not EvalResult.of(graded, 2, ["retail"] * 6).by_env
+
+
+def test_the_result_has_the_mean_turns_and_tokens_that_a_limit_saves() -> None:
+    async def evaluated(limit: TurnLimit | None) -> EvalResult:
+        engine = await awake(ScriptedEngine(lambda tokens, params: [ord("a"), END]))
+        turns = [says("hi"), says("more"), says("more"), over(1.0)]
+        rollout = Rollout(
+            Generator(engine, LetterChat(), EngineConfig()), Tasks(turns, [*turns]), RolloutConfig()
+        )
+        rollout.turn_limit = limit
+        finished = FinishedEpisodes()
+        await evaluate(
+            rollout, [TASK] * 2, seed=0, progress=lambda *_, **__: None, finished=finished
+        )
+        means = finished.means(attempts_at([TASK] * 2))
+        return replace(EvalResult.of([True, True], 2), **means)
+
+    for limit, turns in ((None, 3), (TurnLimit(2), 2)):
+        result = asyncio.run(evaluated(limit))
+        row = result.as_json([1])
+        assert (row["turns_mean"], row["tokens_mean"]) == (turns, 2 * turns)
+        console = Console(file=StringIO(), width=200)
+        console.print(result.table([1]))
+        assert isinstance(console.file, StringIO)
+        for name, value in (("turns", turns), ("tokens", 2 * turns)):
+            assert re.search(rf"mean {name}\W+{value}\W", console.file.getvalue())
+    assert "turns_mean" not in EvalResult((1,)).as_json([1]), "it is not known"
 
 
 def test_an_attempt_that_failed_is_no_success_and_not_passed_over_in_silence() -> None:

@@ -75,7 +75,7 @@ def run(folder: Path, body: str = "pass") -> tuple[int | None, str]:
         ("sys.setrecursionlimit(10**9)", 0, "finished: all 2 steps are done"),
     ],
 )
-@pytest.mark.costly(cases=4)
+@pytest.mark.costly(cases=1)
 def test_no_code_of_a_task_controls_the_terminal_or_ends_the_output(
     body: str, code: int, says: str, tmp_path: Path
 ) -> None:

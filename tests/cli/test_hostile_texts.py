@@ -64,6 +64,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("where", ["texts", "options", "journal", "damage"])
 def test_no_command_shows_a_raw_control_character(
     where: str,

@@ -151,6 +151,9 @@ def test_eval_grades_a_run_folder_and_a_killed_one_resumes(
     again = evaluate(run.folder, config, attempts=2, save=save, console=quiet())
     assert again == grade and len(played) == 6
     assert sorted(save.read_text().splitlines(keepends=True)) == sorted(whole)
+    truncated = replace(config, eval=EvalConfig(tasks=4, top_k=5))
+    with pytest.raises(ConfigError, match=r"episodes with eval.top_k -1, and this command has 5"):
+        evaluate(run.folder, truncated, attempts=2, save=save, console=quiet())
     fewer = replace(config, eval=EvalConfig(tasks=3))
     part = evaluate(run.folder, fewer, save=save, console=quiet())
     assert len(played) == 6, "fewer tasks and attempts are among those of the file"
@@ -168,11 +171,11 @@ def test_eval_grades_a_run_folder_and_a_killed_one_resumes(
     ("content", "says"),
     [
         ('{"policy": "0"}\n', "has episodes with policy 0, and this command has"),
-        ("[1]\n", "is no file of `unstale eval --save`"),
-        ('{"policy": "0"}\n{"task": 1}\n', "is no file of `unstale eval --save` (KeyError"),
+        ("[1]\n", "is not a file of `unstale eval --save`"),
+        ('{"policy": "0"}\n{"task": 1}\n', "is not a file of `unstale eval --save` (KeyError"),
         (
             '{"my": "precious results"}',
-            "is no file of `unstale eval --save` (ValueError: its first",
+            "is not a file of `unstale eval --save` (ValueError: its first",
         ),
         ('{"policy": "0"}\nanother line', "has episodes with policy 0, and this command has"),
         (None, "cannot be used: Is a directory"),
@@ -431,6 +434,7 @@ def test_ctrl_c_and_sigterm_save_and_say_where_to_look(tmp_path: Path, by: signa
     assert reason.replace("Ctrl-C: ", "Ended by Ctrl-C; ") in page
 
 
+@pytest.mark.costly
 def test_a_resume_with_other_rows_is_refused_or_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,6 +486,7 @@ def test_control_characters_of_an_environment_are_shown_and_never_sent(tmp_path:
         assert not set("\x1b\x07\x9b\u202e\r\x7f") & set(text)
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize(
     "changes, used", [({}, 3), ({"trainer": TrainerConfig(threads=2)}, 2), (DETERMINISTIC, 1)]
 )

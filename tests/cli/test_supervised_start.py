@@ -133,7 +133,7 @@ def test_demonstrations_describe_the_tools_as_the_prompts_of_the_run_do(tmp_path
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"sft.env": "retail"}, "has no method demonstration"),
+        ({"sft.env": "calculator"}, "has no method demonstration"),
         ({"sft.env": "os:getcwd"}, "must be an environment of the package"),
         ({"sft.env": "reasoning-gym:gsm_symbolic"}, "its puzzles name no expression"),
         ({"task.tool": "none"}, "only with task.tool = calculator"),
@@ -144,15 +144,15 @@ def test_a_start_that_cannot_be_made_is_refused(
     tmp_path: Path, values: dict[str, object], says: str
 ) -> None:
     config = configured(tmp_path)
-    if values.get("sft.env") == "retail":
-        config = replace(config, task=make_task("retail"))
+    if values.get("sft.env") == "calculator":
+        config = replace(config, task=make_task("calculator"))
     with pytest.raises(ConfigError, match=says):
         start(override(config, values))
     assert not (tmp_path / "starts").exists()
 
 
 def test_options_of_a_start_need_a_start() -> None:
-    with pytest.raises(ConfigError, match=r"sft\.lr = 0\.1 is read only with sft\.steps > 0"):
+    with pytest.raises(ConfigError, match=r"sft\.lr = 0\.1 is used only with sft\.steps > 0"):
         SftConfig(lr=0.1)
 
 

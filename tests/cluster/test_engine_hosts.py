@@ -32,6 +32,7 @@ from unstale.engines import SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions
+from unstale.engines.routing import Phases
 from unstale.testing import check_engine, tiny_policy
 from unstale.weights.bits import checksum
 from unstale.weights.store import VersionStore
@@ -55,7 +56,8 @@ def add_node(cluster: Any) -> Any:
 
 
 def hosted(folder: Path, number: int = 0, *, restarts: int = 2, **options: Any) -> HostedEngine:
-    each = EngineOptions(folder, dtype="float32", max_running=8, max_context=1536)
+    key = options.get("cache_key", "")
+    each = EngineOptions(folder, dtype="float32", max_running=8, max_context=1536, cache_key=key)
     engines = HostOptions(options.get("make", EmbeddedEngine), (each,), restarts=restarts)
     ready = options.get("ready", lambda: None)
 
@@ -210,6 +212,51 @@ def test_a_killed_node_costs_no_token_and_a_new_one_takes_its_place(
             replies = await say(engines[lost], 0, length=5)
             assert {reply.piece.version for reply in replies} == {1}
         cluster.remove_node(node)
+
+    asyncio.run(live())
+
+
+def test_a_prefill_host_sends_its_cache_to_a_decode_host(
+    cluster: Any, first_node: Any, folder: Path
+) -> None:
+    """Then a node is killed, and replies go on. Without Ray, bits are compared in
+    `tests/engines/test_sent_caches.py`."""
+    weights = Weights()
+    context = tuple(range(5, 60)) * 3
+    params = SamplingParams(20, (), seed=7)
+
+    async def whole(pool: EnginePool, context: tuple[int, ...]) -> int:
+        """Return the number of sampled tokens, over as many replies as it takes."""
+        count = 0
+        while count < 20:
+            rest = replace(params, max_tokens=20 - count, sampled=count)
+            count += len((await pool.sample(context, rest)).piece.tokens)
+        return count
+
+    async def live() -> None:
+        node = add_node(cluster)
+        events = Events()
+        engines = [hosted(folder, number, cache_key="k" * 64) for number in range(2)]
+        recovery = Recovery(weights.posts.at, restarts=1, on_event=events)
+        phases = Phases(1, ratio=1.0, sends_cache=True)
+        async with running(
+            EnginePool(engines, recovery, phases=phases, patience_s=LIMIT_S)
+        ) as pool:
+            await weights.publish(pool, 0)
+            for number in range(2):
+                await events.wait("engine_joined", number)
+            await weights.publish(pool, 1)
+            pool.metrics()
+            reply = await pool.sample(context, params)
+            alone = await engines[0].sample(context, params)
+            assert reply.piece.tokens == alone.piece.tokens and reply.stop == "length"
+            assert reply.piece.behavior_logp == pytest.approx(alone.piece.behavior_logp, abs=1e-5)
+            await weights.publish(pool, 2)
+            assert pool.metrics()["received_tokens"] == len(context)
+            replies = [asyncio.ensure_future(whole(pool, (n, *context))) for n in (8, 9)]
+            await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+            replies.append(asyncio.ensure_future(whole(pool, (7, *context))))
+            assert await asyncio.gather(*replies) == [20] * 3
 
     asyncio.run(live())
 

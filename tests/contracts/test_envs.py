@@ -1,5 +1,6 @@
 """Run `check_env` on the shipped environments, and on ones with typical mistakes."""
 
+import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import count
@@ -121,14 +122,81 @@ class Fading(ToyTasks):
         return Env(task, self)
 
 
+class Copied(ToyTasks):
+    """A task set whose environments can be copied. Broken ones share `shared` with their parent."""
+
+    def __init__(self, shared: str = "") -> None:
+        self._shared = shared
+
+    def env(self, task: Task, seed: int) -> Any:
+        shared = self._shared
+
+        class Env:
+            def __init__(self) -> None:
+                self.random, self.heard, self.files = Random(seed), list[str](), {"open": True}
+
+            async def begin(self) -> Turn:
+                return Turn((Message("user", "play"),))
+
+            async def step(self, reply: Message) -> Turn:
+                assert self.files["open"], "the files are closed"
+                self.heard.append(f"{reply.content}{len(reply.tool_calls)}")
+                text = f"{''.join(self.heard)} {self.random.random()}"
+                return Turn((Message("user", text),), done=len(self.heard) == 6)
+
+            async def close(self) -> None:
+                self.files["open"] = False
+
+            def fork(self) -> "Env":
+                copied = Env()
+                copied.heard[:] = self.heard
+                if shared != "seed":
+                    copied.random.setstate(self.random.getstate())
+                if shared in ("heard", "random", "files"):
+                    setattr(copied, shared, getattr(self, shared))
+                return copied
+
+        return Env()
+
+
+class Saved(Copied):
+    """A task set whose environments can be saved. A broken one does not save its random state."""
+
+    def env(self, task: Task, seed: int) -> Any:
+        env = super().env(task, seed)
+        env.fork, saves = None, self._shared != "random"
+
+        async def resume(state: str) -> None:
+            heard, count = json.loads(state)
+            env.heard[:] = heard
+            for _ in range(count):
+                env.random.random()
+
+        env.snapshot = lambda: json.dumps([env.heard, len(env.heard) * saves])
+        env.resume = resume
+        return env
+
+
+@pytest.mark.parametrize("taskset", [Copied(), Saved()], ids=["copied", "saved"])
+def test_an_environment_that_forks_right_keeps_the_contract(taskset: Taskset) -> None:
+    check_env(taskset)
+
+
 @pytest.mark.parametrize(
     "taskset, says",
     [
+        *(
+            (Copied(shared), "forked after 1 replies, by copy, change the answers to its parent")
+            for shared in ("heard", "random")
+        ),
+        (Copied("files"), "the files are closed"),
+        (Copied("seed"), "after 1 replies, by copy, .* to a fork that gets the same replies"),
+        (Saved("random"), "after 1 replies, by snapshot, .* to a fork that gets the same replies"),
         (Unseeded(), "went differently the second time"),
         (Leaks(), "held-out tasks are among the training tasks"),
         (Restless(), "gives other tasks the second time"),
         (Silent(), "leaves nothing to answer"),
-        (Shared(), "forked after 1 replies change the answers to its parent"),
+        (Shared(), "forked after 1 replies, by replies, change the answers to its parent"),
         (Fading(), "forked after 1 replies gets other answers to the same replies"),
     ],
 )

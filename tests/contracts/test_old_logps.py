@@ -56,6 +56,7 @@ class OnlyTheProtocol:
         setattr(vars(self)["inner"], name, value)
 
 
+@pytest.mark.costly(cases=3)
 @pytest.mark.parametrize("route", routes())
 def test_a_route_uses_no_more_of_a_scorer_than_its_protocol(route: str) -> None:
     check_old_logps(lambda scorer: maker(route)(cast(Scorer, OnlyTheProtocol(scorer))))

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unstale.cli.main import main
+from unstale.durability.best_policy import BEST, RECORD
 from unstale.durability.compare_runs import differences
 from unstale.durability.journal import JOURNAL
 from unstale.durability.run_folder import METRICS
@@ -78,6 +79,25 @@ def test_one_bit_of_the_policy_is_told(
     with pytest.raises(SystemExit) as left:
         main(["same", str(one), str(other)])
     assert left.value.code == 1 and f"{name} differs" in capsys.readouterr().out
+
+
+def test_the_best_policy_and_its_record_are_compared(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    one, other = shutil.copytree(pair[0], tmp_path / "one"), pair[1]
+    for run in (one, other):
+        (run / BEST).mkdir()
+        save_file({"w": torch.zeros(3)}, run / BEST / "model.safetensors")
+        (run / BEST / RECORD).write_text('{"value": 0.5, "evaluations": [[0, 0.5]]}')
+    assert differences(one, other) == []
+    save_file({"w": torch.tensor([0.0, -0.0, 0.0])}, other / BEST / "model.safetensors")
+    (other / BEST / RECORD).write_text('{"value": 0.5, "evaluations": [[0, 0.5], [1, 0.4]]}')
+    assert differences(one, other) == [
+        "best/model.safetensors: /w differs",
+        "best/evaluation.json: /evaluations has 1 and 2 entries",
+    ]
+    shutil.rmtree(other / BEST)
+    assert "best/model.safetensors: /w is in only one of them" in differences(one, other)
 
 
 @pytest.mark.parametrize(

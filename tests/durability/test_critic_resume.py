@@ -20,6 +20,7 @@ def toy() -> Iterator[Toy]:
         yield toy
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize(
     ("call", "number", "model"), [("prepare", 3, "trunk"), ("step", 4, "trunk"), ("step", 4, "own")]
 )

@@ -175,6 +175,7 @@ def test_a_folder_that_cannot_be_written_is_not_gone_on_in(
     assert refused.asked
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.ENOLCK])
 def test_a_folder_that_cannot_be_locked_is_refused_with_the_cause(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int

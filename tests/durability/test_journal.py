@@ -52,6 +52,7 @@ from unstale.durability.journal.export import export_rows, write_jsonl
 from unstale.kept_sets import KeptSets
 from unstale.records import (
     HAS_BEHAVIOR,
+    UNREPEATED_TEXT,
     ContextPiece,
     Edit,
     EpisodeRecord,
@@ -137,6 +138,8 @@ edits = st.builds(
 def rewritten(draw: st.DrawFn) -> Placed:
     one = draw(sampled())
     source = one.version, one.behavior_logp, draw(edits)
+    if draw(st.booleans()):
+        return Placed(one.tokens, Provenance.FOREIGN, *source[:2])
     return Placed(one.tokens, Provenance.REWRITTEN, *source)
 
 
@@ -368,6 +371,37 @@ def test_what_is_open_is_handed_out_again_with_all_that_is_known_of_it(tmp_path:
         assert [past.outcome for past in two.past] == list(told_of.trajectories)
         assert [(item.episode, item.start) for item in one.opens()] == [(3, 1), (1, 1)]
         assert read.given_up(0) == {TASK} and read.given_up(1) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("error", "share", "given_up"),
+    [(f"{UNREPEATED_TEXT} piece 2 has other tokens", 0.0, set()), ("EnvError: x", 1 / 3, {TASK})],
+)
+def test_a_failure_by_the_text_of_a_fork_does_not_count(
+    tmp_path: Path, error: str, share: float, given_up: set[Task]
+) -> None:
+    of_two = group(0)
+    with Journal(tmp_path / JOURNAL) as journal:
+        asyncio.run(journal.publishing(0))
+        journal.add_request(request(0))
+        for sibling, told in enumerate(of_two.trajectories):
+            page = journal.begin(0, sibling, episode=told.episode, seed=told.seed)
+            for position, piece in enumerate(told.pieces):
+                page.write_piece(position, piece)
+            page.write_outcome(told)
+        text = (
+            Placed((6,), Provenance.FORCED),
+            ContextPiece((7,)),
+            Placed((8,), Provenance.FORCED),
+        )
+        fork = Fork(0, 2, text)
+        prefix = fork.prefix_of(of_two.trajectories[0].pieces)
+        page = journal.begin(0, 2, episode=2, seed=9, fork=fork, prefix=prefix)
+        page.write_outcome(Failure(TASK, "step 1", error))
+        asyncio.run(journal.finish(of_two))
+    with Journal.read(tmp_path) as read:
+        assert read.failed_shares(9) == (share,)
+        assert read.given_up(0) == given_up
 
 
 @pytest.mark.parametrize(
@@ -920,7 +954,8 @@ def test_what_has_other_tables_than_a_journal_is_neither_read_nor_gone_on_with(
     connection.close()
     for use in (lambda: Journal(tmp_path / JOURNAL).__enter__(), lambda: Journal.read(tmp_path)):
         with pytest.raises(
-            JournalError, match=r"journal\.sqlite failed: its tables are not those of a journal"
+            JournalError,
+            match=r"journal\.sqlite failed: the database's tables are not those of a journal",
         ):
             use()
 

@@ -1,5 +1,6 @@
 """Test that a killed and resumed run has the placed text of an unkilled one."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -15,6 +16,7 @@ from tests.test_loop import NumberChat
 from unstale.builders import LocalComponents
 from unstale.config import RunConfig
 from unstale.durability.journal import Journal, check
+from unstale.durability.journal.tables import ROUND
 from unstale.records import Edit, Failure, Fork, Placed, Provenance, Sampled, Trajectory, walk
 from unstale.research.techniques.tree import Tree
 from unstale.rollout.texts import PolicyTexts
@@ -80,6 +82,7 @@ def require_placed(folder: Path) -> int:
     return len(forks)
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("placed", ["guided", "anchor"])
 def test_a_killed_deterministic_run_has_the_placed_text_of_an_unkilled_one(
     tmp_path: Path, placed: str
@@ -90,6 +93,7 @@ def test_a_killed_deterministic_run_has_the_placed_text_of_an_unkilled_one(
     assert require_placed(tmp_path / "run") == require_placed(tmp_path / "whole") > 0
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("rule", ["reflect", "plan"])
 def test_a_killed_deterministic_run_has_the_written_texts_of_an_unkilled_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
@@ -108,6 +112,47 @@ def test_a_killed_deterministic_run_has_the_written_texts_of_an_unkilled_one(
     assert {bool(fork.writes) for fork in forks} == {True, False}
     notes = [fork.note for fork in forks if not fork.writes]
     assert all("look again" in note for note in notes) if rule == "plan" else not any(notes)
+
+
+ASKED = count(2)
+"""The words that the corrector writes: others each time."""
+
+
+def judge(task: str, steps: list[str]) -> int | None:
+    return 0 if next(ASKED) % 5 else None
+
+
+def correct(task: str, right: list[str], wrong: str) -> str:
+    return f"{2 + next(ASKED) % 7} {2 + next(ASKED) % 5}"
+
+
+@pytest.mark.parametrize(("call", "number"), [("step", 3), ("transaction", 70)])
+def test_a_resumed_run_reads_what_the_corrector_wrote_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """Judge and corrector answer otherwise each time, and so would a served model."""
+    monkeypatch.setattr(NumberChat, "encode_content", lambda _, text: (*map(int, text.split()),))
+    options: dict[str, Any] = {"schedule.group_size": 4, "objective.placed": "anchor"}
+    options |= {"retry.rule": "correct", "retry.step": "line", "retry.steps": 2}
+    options |= {"retry.judge": f"{__name__}:judge", "retry.corrector": f"{__name__}:correct"}
+    made = chosen("retry", deterministic=False, **options)
+    with played(Choosing(lambda: Wandering(count()))) as toy:
+        with killed(call, number):
+            toy.begin(tmp_path / "run", made)
+        toy.go_on(tmp_path / "run", made)
+    require_sound(tmp_path / "run")
+    begun, recorded = set(), set()
+    with Journal.read(tmp_path / "run") as reader:
+        assert check(reader) == []
+        for each in reader.trajectories():
+            if fork := each.trajectory.fork:
+                begun.add((fork.parent, fork.at, *fork.text[0].tokens))
+        for (fields,) in reader.rows("SELECT fields FROM events WHERE kind = ?", ROUND):
+            for start in json.loads(fields)["starts"]:
+                recorded.add((start["parent"], start["at"], *start["text"][0][0]))
+    parents = [(parent, at) for parent, at, *_ in recorded]
+    assert begun and begun <= recorded
+    assert len(parents) == len({*parents}), "no attempt was corrected twice"
 
 
 @pytest.mark.parametrize(("call", "number"), [("step", 3), ("transaction", 70)])

@@ -310,6 +310,7 @@ def replay_config(*, deterministic: bool = True) -> RunConfig:
     return override(made, {"techniques": "replay", "replay.max_age": 3})
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize(("call", "number"), [("prepare", 3), ("flush", 7)])
 def test_a_killed_run_leaves_the_same_groups_out(
     toy: Toy, tmp_path: Path, call: str, number: int
@@ -342,6 +343,7 @@ def test_a_killed_run_draws_the_random_bits_of_rounding_again(
     assert len(moved) == STEPS and min(moved) > 0
 
 
+@pytest.mark.costly
 def test_a_killed_run_that_distils_keeps_the_teacher_of_an_earlier_step(
     toy: Toy, tmp_path: Path
 ) -> None:
@@ -1033,7 +1035,9 @@ def kill_after_a_step(words: list[str], run: Path) -> None:
         process.kill()
 
 
-@pytest.mark.parametrize("options", [(), ("--engine.top_p", "0.8")])
+@pytest.mark.parametrize(
+    "options", [(), ("--engine.top_p", "0.8"), ("--eval.top_p", "0.8", "--eval.tasks", "3")]
+)
 @pytest.mark.costly
 def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(
     tmp_path: Path, options: tuple[str, ...]
@@ -1050,7 +1054,7 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(
     kill_after_a_step(begin("killed"), tmp_path / "killed")
     made = load_config(tmp_path / "killed", named={})
     resumed = session.resume(tmp_path / "killed", made, console=Console(file=StringIO()))
-    assert [row["step"] for row in resumed.metrics] == [1, 2, 3]
+    assert [row["step"] for row in resumed.metrics if row["step"]] == [1, 2, 3]
     assert compare_runs.differences(whole.folder, resumed.folder) == []
     with pytest.raises(ConfigError, match="is finished"):
         session.resume(tmp_path / "killed", made, console=Console(file=StringIO()))

@@ -163,6 +163,7 @@ def require_credit_of_each_role(folder: Path, names: Sequence[str]) -> None:
     assert metrics and all(len({row[name] for row in rows(folder)}) > 1 for name in metrics)
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("tasks", SEATS)
 def test_a_run_killed_in_the_middle_of_an_episode_ends_equal(
     tmp_path: Path, undisturbed: Callable[[Tasks], Path], tasks: Tasks
@@ -217,7 +218,7 @@ def tasks_of_team() -> ExternalAgent:
     return ExternalAgent(team, SUMS, name="team", roles=ROLES)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize(
     "env", ["textarena:IteratedPrisonersDilemma-v0", f"{__name__}:tasks_of_team"]
 )

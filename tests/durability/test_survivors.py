@@ -239,3 +239,15 @@ def test_the_terminal_shows_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert isinstance(console.file, StringIO)
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert "trained on 1 12 12 · 12 · 12 1 100.0%" in lines
+
+
+def test_no_figure_is_cut_off_in_a_terminal_of_80_columns() -> None:
+    tokens = spread(1234, 1001, 1202, 1503)
+    kind = {"count": 1024, "tokens": tokens, "turns": {"mean": 6.19}, "success": 0.352}
+    kinds = {"generated": kind, "waiting": kind}
+    places = [{"env": "retail", "split": "train", "kinds": kinds, "contrast": None}]
+    console = Console(file=StringIO(), width=80)
+    console.print(terminal_table({"places": places}))
+    assert isinstance(console.file, StringIO)
+    written = console.file.getvalue()
+    assert "…" not in written and written.count("35.2%") == 2

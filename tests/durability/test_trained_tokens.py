@@ -314,6 +314,7 @@ def every(run: Path) -> list[TrainedTokens]:
         return [each for number in read.token_steps() for each in read.trained_tokens(number)]
 
 
+@pytest.mark.costly
 def test_values_are_those_of_a_plain_pass_with_the_weights_of_each_version(
     folder: Path, ran: Path
 ) -> None:

@@ -71,6 +71,7 @@ def origins(trajectory: Trajectory) -> list[Provenance]:
     return [piece.provenance for piece in trajectory.pieces for _ in piece.tokens]
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("options", [{"turn": 2}, {"branch": "peaks", "places": 1}])
 def test_a_killed_deterministic_run_has_the_forks_of_an_unkilled_one(
     tmp_path: Path, options: dict[str, Any]
@@ -95,7 +96,7 @@ PLACES += [("transaction", number) for number in range(30, 110, 10)]
 """20 places at which a run is killed."""
 
 
-@pytest.mark.costly(cases=2)
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize(("call", "number"), PLACES)
 def test_a_deterministic_tree_ends_equal_wherever_it_is_killed(
     tmp_path: Path, call: str, number: int
@@ -132,6 +133,40 @@ class Remembering(Wanders):
 class Remembered(Wandering):
     def env(self, task: Task, seed: int) -> Remembering:
         return Remembering(task)
+
+
+class Copying(Remembering):
+    """An environment that can be copied, and has no snapshots."""
+
+    snapshot = None  # type: ignore[assignment]
+
+    def fork(self) -> "Copying":
+        copied = Copying(self.task)
+        copied.replies = self.replies
+        self.resumed.append(self.replies)
+        return copied
+
+
+class Copied(Wandering):
+    def env(self, task: Task, seed: int) -> Copying:
+        return Copying(task)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("call", "number"), [("step", 4), ("transaction", 60)])
+@pytest.mark.parametrize("options", [{"turn": 2}, {"branch": "entropy", "every": 2}])
+@pytest.mark.parametrize("tasks", [Remembered, Copied])
+def test_a_killed_deterministic_run_forks_by_snapshots_and_copies_as_an_unkilled_one(
+    tmp_path: Path, tasks: type[Wandering], options: dict[str, Any], call: str, number: int
+) -> None:
+    """A parent's copies are gone after the resume. New environments then get its replies."""
+    Remembering.resumed.clear()
+    made = forked(deterministic=True, **options)
+    with played(Choosing(lambda: tasks(count()))) as toy:
+        toy.require_equal_resume(tmp_path, made, call, number)
+    assert Remembering.resumed
+    assert forks(tmp_path / "whole") == forks(tmp_path / "run") != []
+    require_forked(tmp_path / "run")
 
 
 def test_a_fork_of_an_environment_with_snapshots_keeps_the_rewards_of_its_own_turns(
@@ -178,7 +213,7 @@ LIVE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.costly(cases=2)
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("options", LIVE)
 def test_a_killed_deterministic_run_decides_about_running_episodes_as_an_unkilled_one(
     tmp_path: Path, options: dict[str, Any]
@@ -196,7 +231,7 @@ def test_a_killed_deterministic_run_decides_about_running_episodes_as_an_unkille
         require_forked(tmp_path / "run")
 
 
-@pytest.mark.costly(cases=2)
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize(("call", "number"), PLACES)
 def test_an_ordinary_run_keeps_its_decisions_about_running_episodes(
     tmp_path: Path, call: str, number: int

@@ -95,6 +95,7 @@ def largest_error(policy: Policy, reply: FinishedReply, *, tokens: list[int] = P
     return float((torch.tensor(reply.behavior_logp).double() - expected).abs().max())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_log_probabilities_of_versions_in_one_batch_are_those_of_peft(
     kind: str, tmp_path: Path
@@ -216,6 +217,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         batcher.load(fewer, 1)
 
 
+@pytest.mark.costly
 def test_a_pool_publishes_adapters_and_brings_versions_back_after_a_death(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen3")
     policies = trained(tmp_path, 3)

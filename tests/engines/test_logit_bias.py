@@ -154,7 +154,7 @@ def test_engine_trainer_and_scorer_have_the_same_log_probabilities(tmp_path: Pat
         for each in (policy, apart.policy, policy.twin()):
             logp = each.score(packed, where, temperature=0.8, max_tokens_per_microbatch=512).logp
             np.testing.assert_allclose(logp[where], piece.behavior_logp, atol=1e-4)
-    assert policy.next_logps(prompt, temperature=0.8)[3] < -1000
+    assert policy.logps_after(prompt, [len(prompt)], temperature=0.8)[0, 3] < -1000
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_engine_trainer_and_scorer_have_the_same_log_probabilities(tmp_path: Pat
         ({"logit_bias": "5=inf"}, "has '5=inf'"),
         ({"logit_bias": "a=1"}, "has 'a=1'"),
         ({"logit_bias": "5=1 5=2"}, "names token 5 twice"),
-        ({"logit_bias": "5=1", "bitwise": True}, "cannot be used with engine.bitwise"),
-        ({"logit_bias": "5=1", "backend": "sglang"}, "cannot be used with engine.backend = sglang"),
+        ({"logit_bias": "5=1", "bitwise": True}, "not built with engine.bitwise"),
+        ({"logit_bias": "5=1", "backend": "sglang"}, "not built with engine.backend = sglang"),
     ],
 )
 def test_a_wrong_option_is_refused(options: dict[str, object], message: str) -> None:

@@ -60,7 +60,7 @@ def test_several_are_not_deterministic() -> None:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"address": "head:6379"}, "cluster.address is read only with cluster.engine_hosts > 0"),
+        ({"address": "head:6379"}, "cluster.address is used only with cluster.engine_hosts > 0"),
         ({"engine_hosts": 1, "address": "ray://head:1"}, "must be host:port or auto, got 'ray:"),
         ({"engine_hosts": -1}, "cluster.engine_hosts must be >= 0, got -1"),
         ({"context": 2}, r"cluster.context must divide cluster.trainers \(0\), got 2"),

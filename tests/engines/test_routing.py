@@ -19,8 +19,10 @@ from unstale.config import (
     ClusterConfig,
     ConfigError,
     EngineConfig,
+    RolloutConfig,
     RunConfig,
     TaskConfig,
+    TrainerConfig,
 )
 from unstale.engines import Engine, GenerationOptions, SamplingParams
 from unstale.engines.pool import EnginePool, Recovery, supervise
@@ -340,7 +342,9 @@ def test_a_run_has_the_groups_of_its_options(tmp_path: Path) -> None:
     options = {"processes": 3, "prefill_engines": 2, "prefill_ratio": 5.0, "max_context": 512}
     options |= {"send_cache": True, "move_engines": True}
     pool = build_engine(configured(options, model=str(tmp_path)), None)
-    assert pool.phases == Phases(2, 5.0, sends_cache=True, moves=True)
+    assert pool.phases == Phases(2, 5.0, sends_cache=True, moves=True, scenarios="task_set")
+    keys = {cast(Any, engine)._options.cache_key for engine in pool.engines}
+    assert len(keys) == 1 and len(keys.pop()) == 64
     assert supervise(pool, Recovery()).phases == pool.phases
     options = {"processes": 3, "quantise": "nvfp4", "precise_engines": 1}
     pool = build_engine(configured(options, model=str(tmp_path)), None)
@@ -353,18 +357,14 @@ def test_a_run_has_the_groups_of_its_options(tmp_path: Path) -> None:
         ({"prefill_engines": 1}, 0, r"prefill_engines must be < 1 \(the engines of engine.proc"),
         ({"prefill_engines": 3, "processes": 3}, 0, "must be < 3 .* at least one must decode"),
         ({"prefill_engines": 2, "processes": 4}, 2, r"must be < 2 \(the engines of cluster.engine"),
-        ({"prefill_ratio": 3.0}, 0, "prefill_ratio = 3 is read only with engine.prefill_engines"),
-        ({"send_cache": True}, 0, "send_cache = true is read only with engine.prefill_engines"),
-        ({"move_engines": True}, 0, "move_engines = true is read only with engine.prefill_engines"),
+        ({"prefill_ratio": 3.0}, 0, "prefill_ratio = 3 is used only with engine.prefill_engines"),
+        ({"send_cache": True}, 0, "send_cache = true is used only with engine.prefill_engines"),
+        ({"move_engines": True}, 0, "move_engines = true is used only with engine.prefill_engines"),
+        ({"scenarios": "prefix"}, 0, "scenarios must be auto or none with one engine, got prefix"),
         (
             {"prefill_engines": 1, "send_cache": True, "backend": "vllm", "urls": "unix:a unix:b"},
             0,
             "send_cache needs engine.backend = embedded, got vllm",
-        ),
-        (
-            {"prefill_engines": 1, "send_cache": True},
-            2,
-            "send_cache needs cluster.engine_hosts = 0 and trainer.routing_replay = false, got 2",
         ),
         ({"prefill_ratio": 0.0, "prefill_engines": 1}, 0, "prefill_ratio must be > 0"),
         ({"precise_engines": 1}, 0, "precise_engines = 1 needs engine.quantise other than none"),
@@ -384,6 +384,48 @@ def test_a_run_has_the_groups_of_its_options(tmp_path: Path) -> None:
 def test_groups_that_cannot_be_are_refused(engine: dict[str, Any], hosts: int, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         configured(engine, cluster=ClusterConfig(engine_hosts=hosts))
+
+
+def test_caches_without_experts_are_not_sent_where_routes_are_replayed() -> None:
+    engine = {"processes": 2, "prefill_engines": 1, "send_cache": True}
+    with pytest.raises(ConfigError, match=r"send_cache needs trainer.routing_replay = false"):
+        configured(engine, trainer=TrainerConfig(routing_replay=True))
+
+
+@pytest.mark.parametrize("option", ["scenarios = prefix", "send_cache", "move_engines"])
+def test_rollout_processes_form_no_groups(option: str) -> None:
+    name, _, value = option.partition(" = ")
+    engine = {"prefill_engines": 1, name: value or True}
+    with pytest.raises(ConfigError, match=f"rollout.processes must be 1 with engine.{option}"):
+        configured(
+            engine,
+            cluster=ClusterConfig(engine_hosts=2),
+            rollout=RolloutConfig(processes=2),
+        )
+
+
+def test_a_request_names_its_task_set() -> None:
+    asked = Asked(1)
+    asked.gate.set()
+    seen: list[str] = []
+
+    async def note(tokens: Sequence[int], params: SamplingParams) -> None:
+        seen.append(params.scenario)
+
+    asked.delay = note
+    (engine,) = asked.engines
+    chat = cast(Chat, SimpleNamespace(stop_tokens=()))
+    generator = Generator(engine, chat, EngineConfig(max_completion_tokens=2))
+
+    async def story() -> None:
+        await publish(engine, 0)
+        transcript = Transcript(0, 0, task_set="retail")
+        for each in (transcript, transcript.add_branch(1)):
+            each.append(ContextPiece((5, 6)))
+            await generator.generate(each)
+        assert seen == ["retail"] * 4
+
+    run_engine(engine, story)
 
 
 def test_a_pool_refuses_an_empty_group() -> None:

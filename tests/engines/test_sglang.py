@@ -167,6 +167,28 @@ def test_without_seeds_log_probabilities_are_as_right(model: Path) -> None:
         run_engine(engine, story)
 
 
+def test_replies_that_need_no_sets_are_truncated(model: Path, server: FakeSglang) -> None:
+    engine = _engine(model, server)
+    limits = {"top_p": 0.5, "top_k": 4, "min_p": 0.05}
+
+    async def story() -> None:
+        await hold(engine, 5)
+        for given in (limits, {"top_p": 0.5}):
+            params = SamplingParams(40, (), seed=1, return_sets=False, **given)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="does not return the set"):
+                await engine.sample(PROMPT, replace(params, return_sets=True))
+            tokens = (await engine.sample(PROMPT, params)).piece.tokens
+            lengths = range(len(PROMPT), len(PROMPT) + len(tokens))
+            rows = POLICY.logps_after([*PROMPT, *tokens], lengths, temperature=1.0).exp()
+            for token, shares in zip(tokens, rows, strict=True):
+                likelier = shares[shares > shares[token]]
+                assert likelier.sum() <= given["top_p"]
+                assert len(likelier) < given.get("top_k", 64)
+                assert shares[token] >= given.get("min_p", 0) * shares.max()
+
+    run_engine(engine, story)
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [

@@ -121,7 +121,7 @@ def test_an_interpreter_that_cannot_serve_is_one_message(tmp_path: Path, python:
     broken.write_text("#!/bin/sh\necho no such thing >&2; exit 3\n")
     broken.chmod(0o755)
     for path, why in (
-        (str(tmp_path / "none"), "is no program that can be run: give the path of a Python"),
+        (str(tmp_path / "none"), "is not a program that can be run: give the path of a Python"),
         (sys.executable, r"has no vLLM: install it there \(.* -m pip install vllm\)"),
         (str(broken), r"it ended with exit code 3: no such thing"),
     ):

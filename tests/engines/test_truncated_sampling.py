@@ -4,10 +4,11 @@
   are renormalised over it;
 - tokens are drawn with these probabilities;
 - a reply of the embedded engine has the set of every token, also beside plain replies and after an
-  interruption.
+  interruption, unless the request needs none.
 """
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,10 @@ def test_an_engine_that_returns_no_sets_refuses_truncation() -> None:
     with pytest.raises(ValueError, match=r"top_p=0.9.* does not return the set"):
         check_request([1], params)
     check_request([1], params, keeps_sets=True)
+    unrecorded = replace(params, return_sets=False)
+    check_request([1], unrecorded, truncates=True)
+    with pytest.raises(ValueError, match=r"top_p=0.9.* samples only from the whole vocabulary"):
+        check_request([1], unrecorded)
 
 
 def test_replies_of_the_embedded_engine_have_the_sets_of_their_model(tmp_path: Path) -> None:
@@ -120,16 +125,19 @@ def test_replies_of_the_embedded_engine_have_the_sets_of_their_model(tmp_path: P
             SamplingParams(24, (), temperature=0.8, seed=1, top_p=0.7, top_k=9),
             SamplingParams(24, (), seed=2),
         ]
+        params.append(replace(params[0], return_sets=False))
         try:
             return [*await asyncio.gather(*(engine.sample(prompt, each) for each in params))]
         finally:
             await engine.close()
 
-    cut, plain = (reply.piece for reply in asyncio.run(replies()))  # type: ignore[attr-defined]
+    found = [reply.piece for reply in asyncio.run(replies())]  # type: ignore[attr-defined]
+    cut, plain, unrecorded = found
     assert plain.kept_sets is None and len(cut.kept_sets) == 24
-    for at, token in enumerate(cut.tokens):
-        context = [*prompt, *cut.tokens[:at]]
-        logp = policy.next_logps(context, temperature=0.8).double()
+    assert unrecorded == cut and unrecorded.kept_sets is None
+    lengths = range(len(prompt), len(prompt) + 24)
+    rows = policy.logps_after([*prompt, *cut.tokens], lengths, temperature=0.8).double()
+    for at, (token, logp) in enumerate(zip(cut.tokens, rows, strict=True)):
         likely = logp.exp().numpy()
         kept = cut.kept_sets.at([at]).ids.tolist()
         assert kept == defined(likely, limits)

@@ -1,21 +1,22 @@
 """Promise: with truncated sampling, vLLM's replies have the kept set of each token.
 
 The server is a fake of vLLM's documented reply. A server that returns no sets, or others, is
-refused, and so are options with which vLLM returns none.
+refused, and so are options with which vLLM returns none. Replies of evaluations need no sets.
 """
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.fake_vllm import FakeVllm
-from unstale.config import ConfigError, EngineConfig
+from unstale.config import ConfigError, EngineConfig, EvalConfig, RunConfig
 from unstale.engines import EngineDied, Reply, SamplingParams
 from unstale.engines.registry import EngineOptions
 from unstale.engines.servers.vllm import VllmEngine
-from unstale.kept_sets import Truncation
+from unstale.kept_sets import WHOLE, Truncation
 from unstale.testing import tiny_policy
 
 POLICY = tiny_policy(seed=5)
@@ -31,9 +32,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sampled(model: Path, server: FakeVllm, *asked: SamplingParams) -> list[Reply]:
+def sampled(
+    model: Path, server: FakeVllm, *asked: SamplingParams, limits: Truncation = LIMITS
+) -> list[Reply]:
     engine = VllmEngine(
-        EngineOptions(model, dtype="float32", url=server.url, max_context=128, truncation=LIMITS)
+        EngineOptions(model, dtype="float32", url=server.url, max_context=128, truncation=limits)
     )
 
     async def story() -> list[Reply]:
@@ -59,14 +62,32 @@ def test_replies_have_the_sets_over_which_their_log_probabilities_are(
     assert cut.kept_sets is not None and len(cut.kept_sets) == len(cut.tokens) == 24
     sizes = cut.kept_sets.sizes.tolist()
     assert max(sizes) <= 12 and len(set(sizes)) > 1
-    for at, token in enumerate(cut.tokens):
-        logp = POLICY.next_logps([*PROMPT, *cut.tokens[:at]], temperature=0.8).double()
+    lengths = range(len(PROMPT), len(PROMPT) + 24)
+    rows = POLICY.logps_after([*PROMPT, *cut.tokens], lengths, temperature=0.8).double()
+    for at, (token, logp) in enumerate(zip(cut.tokens, rows, strict=True)):
         kept = cut.kept_sets.at([at]).ids.tolist()
         assert kept == sorted(logp.topk(len(kept)).indices.tolist())
         expected = float(logp[token] - logp[kept].logsumexp(0))
         assert cut.behavior_logp[at] == pytest.approx(expected, abs=1e-4)
     assert best.kept_sets is None and set(best.behavior_logp) == {0.0}
-    assert best.tokens[0] == int(POLICY.next_logps(PROMPT, temperature=1.0).argmax())
+    (first,) = POLICY.logps_after(PROMPT, [len(PROMPT)], temperature=1.0)
+    assert best.tokens[0] == int(first.argmax())
+
+
+def test_a_server_without_sets_truncates_replies_that_need_none(
+    model: Path, tmp_path: Path
+) -> None:
+    unrecorded = replace(PARAMS, return_sets=False)
+    with FakeVllm(tmp_path) as server:
+        (reply,) = sampled(model, server, unrecorded, limits=WHOLE)
+        with pytest.raises(ValueError, match="does not return the set"):
+            sampled(model, server, PARAMS, limits=WHOLE)
+    tokens = reply.piece.tokens
+    assert reply.piece.kept_sets is None and len(tokens) == 24
+    lengths = range(len(PROMPT), len(PROMPT) + 24)
+    rows = POLICY.logps_after([*PROMPT, *tokens], lengths, temperature=0.8)
+    for token, logp in zip(tokens, rows, strict=True):
+        assert int((logp > logp[token]).sum()) < 12
 
 
 @pytest.mark.parametrize(
@@ -90,7 +111,11 @@ def test_options_with_which_vllm_returns_no_sets_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"top_k must be above 0 with engine.top_p = 0.9 and"):
         EngineConfig(backend="vllm", top_p=0.9)
-    EngineConfig(backend="vllm", top_p=0.9, top_k=64)
+    engine = EngineConfig(backend="vllm", top_p=0.9, top_k=64)
+    greedy = EvalConfig(top_k=0, temperature=0.0)
+    RunConfig(recipe="toy", engine=engine, eval=greedy)
+    with pytest.raises(ConfigError, match=r"eval.top_k must be above 0 with engine.top_p = 0.9, "):
+        RunConfig(recipe="toy", engine=engine, eval=EvalConfig(top_k=0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("unstale.engines.servers.vllm.require_vllm", lambda python: None)
     with pytest.raises(ValueError, match=r"with vLLM needs a GPU.*Set engine.backend = embedded"):

@@ -64,6 +64,7 @@ def test_tasks_are_split_by_their_names_and_an_episode_is_one_reply() -> None:
     assert env.step(Message("assistant", "", right)).rewards == {"valid": 1.0}
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("category", ["simple_python", "multi_turn_base"])
 def test_its_environments_keep_the_contract(category: str) -> None:
     check_env(BfclTasks(category), episodes=3, max_turns=6)

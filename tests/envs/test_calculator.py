@@ -104,7 +104,7 @@ def test_malformed_and_unknown_calls_are_answered_and_counted() -> None:
         "Error: calculate takes expression",
         "Error: expression must be a string",
     ]
-    assert turn.facts["tool_errors"] == 4.0
+    assert turn.facts == {"tool_calls": 4.0, "tool_errors": 4.0}
 
 
 def test_held_out_tasks_are_fixed_and_never_trained_on() -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from random import Random
 
 import numpy as np
 import pytest
 
 from unstale.config import ConfigError, make_task
-from unstale.envs import Env, Message, NumberedTasks, Turn
+from unstale.envs import Env, ListedTasks, Message, NumberedTasks, Turn
 from unstale.envs.mixed import MixedTasks
 from unstale.envs.registry import build_taskset
 from unstale.records import Task, total_reward
@@ -123,6 +124,40 @@ def test_the_writer_of_a_skill_learns_because_both_tasks_are_one_episode() -> No
         for told, advantage in zip(tells, np.array(rewards) - np.mean(rewards), strict=True):
             logits += 0.5 * advantage * (np.array([told, not told]) - [chance, 1 - chance])
     assert 1 / (1 + np.exp(logits[1] - logits[0])) > 0.95
+
+
+class Pairs(ListedTasks):
+    """Rows in pairs: both rows of a pair have its number."""
+
+    name = "pairs"
+    tools = ()
+
+    def __init__(self, rows: int) -> None:
+        self.data = {"train": [each // 2 for each in range(rows)], "held_out": [0, 0, 1, 1, 2]}
+
+    def env(self, task: Task, seed: int) -> Env:
+        return Door(task)
+
+
+@pytest.mark.parametrize("rows", [20, 21])
+def test_the_rows_of_a_chain_are_those_that_were_written_together(rows: int) -> None:
+    inner = Pairs(rows)
+    chains = ChainTasks(inner)
+    trained = [chains.tasks_of(task) for task in islice(chains.train(4), 30)]
+    held_out = [chains.tasks_of(task) for task in chains.held_out(5)]
+    found = [[inner.data_of(each) for each in chain] for chain in trained]
+    assert sorted(found[:10]) == [[pair, pair] for pair in range(10)]
+    assert all(first == second for first, second in found)
+    assert [[inner.data_of(each) for each in chain] for chain in held_out] == [[0, 0], [1, 1]]
+    with pytest.raises(ConfigError, match=r"needs 3 training tasks .* got 2"):
+        ChainTasks(Pairs(2), length=3)
+
+
+def test_chains_of_numbered_tasks_share_no_task() -> None:
+    chains = ChainTasks(Doors(), length=3)
+    for tasks in (islice(chains.train(1), 20), chains.held_out(20)):
+        numbers = [each.index for task in tasks for each in chains.tasks_of(task)]
+        assert len(numbers) == 60 and numbers == list(range(numbers[0], numbers[0] + 60))
 
 
 def test_a_chain_keeps_the_contract_of_environments() -> None:

@@ -7,15 +7,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 import pytest
 
 from tests.envs.test_terminal import (
+    ASK_SERVER,
     ATTACKS,
     BAD_REWARDS,
     SECRET,
+    SERVER,
     await_processes,
     harbor,
     play,
@@ -27,12 +29,14 @@ from tests.support.waits import wait_until
 from unstale.config import ConfigError, make_task
 from unstale.envs import EnvError
 from unstale.envs.registry import build_taskset
-from unstale.envs.sandboxes.containers import ContainerRuntime
+from unstale.envs.sandboxes.containers import MAX_STARTS, ContainerRuntime
+from unstale.envs.sandboxes.namespaces import NamespaceRuntime
 from unstale.envs.sandboxes.runtime import File, Sandbox, TerminalTask
+from unstale.envs.terminal import AutoRuntime, TerminalTasks
 from unstale.testing import check_env
 
 FAKE = """#!{python} -IS
-import io, json, os, sys, tarfile
+import io, json, os, sys, tarfile, time
 from pathlib import Path
 folder, words = Path(__file__).parent, sys.argv[1:]
 sent = sys.stdin.buffer.read() if words[:2] == ["cp", "-"] else b""
@@ -56,17 +60,24 @@ match words:
         (folder / "built").touch()
     case ["run", "--rm", *_]:
         print(*("/app", "/etc", "/opt", "/root", "/tmp", "/usr", "/var/tmp"), sep="\\n")
+    case ["run", "-d", *_]:
+        with open(folder / "starts", "a") as file:
+            print("begins", file=file, flush=True)
+            time.sleep(float((folder / "start_s").read_text()))
+            print("ended", file=file)
     case ["exec", _, *command]:
         print("WARN[0000] it is said with each call", file=sys.stderr)
-        os.setsid()
-        os.execv(command[0], command)
+        if command[0] == "/bin/sh" and "--user=0" not in words:
+            os.setsid()
+            os.execv(command[0], command)
     case ["inspect", *_]:
         print("true")
     case ["cp", _, "-"]:
         with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
-            row = tarfile.TarInfo("./reward.txt")
-            row.size = 1
-            tar.addfile(row, io.BytesIO(b"1"))
+            for name, size in ("a.log", 70 << 20), ("reward.txt", 1), ("z.log", 1 << 40):
+                row = tarfile.TarInfo(f"./{{name}}")
+                row.size = size
+                tar.addfile(row, open("/dev/zero", "rb") if size > 1 else io.BytesIO(b"1"))
 """
 
 
@@ -78,7 +89,7 @@ class Fake:
         path = folder / "podman"
         path.write_text(FAKE.format(python=sys.executable))
         path.chmod(0o755)
-        self.set(limits="[cpuset cpu memory pids]", left="", fails="", config="{}")
+        self.set(limits="[cpuset cpu memory pids]", left="", fails="", config="{}", start_s="0")
 
     def set(self, **texts: str) -> None:
         for name, text in texts.items():
@@ -91,6 +102,10 @@ class Fake:
     def all_calls(self) -> list[tuple[list[str], list[str]]]:
         """Return all calls: arguments, and names in the archive that was sent."""
         return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
+
+    def starts(self) -> list[str]:
+        """Return when containers began to start, and when they had started, in this order."""
+        return (self.folder / "starts").read_text().splitlines()
 
     def index(self, *start: str) -> int:
         """Return the place of the last call that starts with these words."""
@@ -107,11 +122,11 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     return Fake(tmp_path / "bin")
 
 
-def start(each: TerminalTask, *commands: str) -> Sandbox:
+def start(each: TerminalTask, *commands: str, program: str = "podman") -> Sandbox:
     """Start a sandbox and run commands in it. It is not closed."""
 
     async def begin() -> Sandbox:
-        sandbox = await ContainerRuntime("podman").start(each)
+        sandbox = await ContainerRuntime(program).start(each)
         for command in commands:
             await sandbox.run(command, seconds=30, output_kb=1)
         return sandbox
@@ -151,6 +166,70 @@ def test_tests_appear_after_the_agents_container_is_removed(fake: Fake) -> None:
     assert f"--volumes-from={name}" in fake.calls("create")[0]
     assert {name, f"{name}-tests"} <= {words[-1] for words in fake.calls("rm") if "-v" in words}
     assert SECRET not in json.dumps(fake.all_calls())
+
+
+def test_tests_in_the_agents_container(fake: Fake) -> None:
+    """They are copied into it after the last command, and it is stopped before the reward is
+    read.
+    """
+    runtime = ContainerRuntime("podman", tests_in="agent")
+    each = task(test_network=True, test_env={"KEY": "7"})
+    read, last = play(each, "echo it", runtime=runtime)
+    assert read == ["it"] and dict(last.rewards) == {"reward": 1.0}
+    (made,) = (words for words in fake.calls("run") if "-d" in words)
+    name = next(word for word in made if word.startswith("--name="))[7:]
+    assert "--network=podman" in made and "--cap-add=net_bind_service" in made
+    assert not {"--read-only", "--network=none"} & {*made} and not fake.calls("create")
+    assert not [word for word in made if word.startswith("--volume")]
+    assert fake.all_calls()[fake.index("cp", "-")] == [["cp", "-", f"{name}:/tests"], ["test.sh"]]
+    places = [
+        fake.index("network", "disconnect", "podman", name),
+        fake.index("exec", name),
+        fake.index("network", "connect", "podman", name),
+        fake.index("exec", "--user=0", name, "/bin/sh", "-c"),
+        fake.index("cp", "-"),
+        fake.index("exec", "--user=0", "--env=TEST_DIR=/tests", "--env=KEY=7", name),
+        fake.index("stop", "-t", "0", name),
+        fake.index("cp", f"{name}:/logs/verifier/."),
+    ]
+    assert places == sorted(places)
+    play(task(), runtime=runtime)
+    assert "--network=none" in fake.calls("run")[-1] and len(fake.calls("network")) == 2
+
+
+def test_agent_that_breaks_its_container_does_not_avoid_the_result(fake: Fake) -> None:
+    fake.set(fails="cp")
+    _, last = play(task(), runtime=ContainerRuntime("podman", tests_in="agent"))
+    assert dict(last.rewards) == {"reward": 0.0} and last.facts["no_reward"] == 1.0
+
+
+def test_failed_build_is_not_tried_again(fake: Fake) -> None:
+    fake.set(fails="build")
+    for says in ("build ended with 1: it fails", "of guess could not be built; its first error"):
+        with pytest.raises(EnvError, match=says):
+            play(task(), runtime=ContainerRuntime("podman"))
+    assert len(fake.calls("build")) == 1 and "--label=unstale" in fake.calls("build")[0]
+
+
+def test_many_containers_do_not_start_at_once(fake: Fake) -> None:
+    async def begin() -> None:
+        runtime = ContainerRuntime("podman")
+        begun = (runtime.start(task()) for _ in range(2 * MAX_STARTS))
+        await asyncio.gather(*(sandbox.close() for sandbox in await asyncio.gather(*begun)))
+
+    fake.set(start_s="1")
+    asyncio.run(begin())
+    steps = [1 if line == "begins" else -1 for line in fake.starts()]
+    assert len(steps) == 4 * MAX_STARTS
+    assert max(accumulate(steps)) <= MAX_STARTS
+
+
+def test_tests_load_libraries_from_folders_of_the_image_only(fake: Fake) -> None:
+    env = ["PATH=/usr/bin", "LD_LIBRARY_PATH=/opt/lib:/app/lib::lib:/usr/lib/own"]
+    fake.set(config=json.dumps({"Env": env}))
+    play(task(), runtime=ContainerRuntime("podman"))
+    assert "--env=LD_LIBRARY_PATH=/opt/lib:/usr/lib/own" in fake.calls("create")[0]
+    assert "--volume=/opt" not in fake.calls("run")[-1]
 
 
 def test_tests_are_not_run_if_the_agents_container_stays(fake: Fake) -> None:
@@ -225,6 +304,10 @@ def test_containers_of_ended_processes_are_removed_at_the_start(fake: Fake) -> N
     ContainerRuntime("podman").check(task())
     removed = [words[-1] for words in fake.calls("rm")]
     assert removed == [f"unstale-{ended.pid}-1-b-tests", f"unstale-{os.getpid()}-1-c"]
+    play(task(), runtime=ContainerRuntime("podman"))
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    mine = f"label=unstale.machine={boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+    assert f"--filter={mine}" in fake.calls("ps")[0] and f"--{mine}" in fake.calls("run")[-1]
 
 
 @pytest.mark.parametrize(
@@ -250,13 +333,29 @@ def test_task_that_needs_an_image_says_which_programs_are_missing(
         build_taskset(make_task(f"terminal:{tmp_path}/train"))
 
 
+def test_dockerfile_is_read_once_to_choose_the_sandbox(fake: Fake) -> None:
+    seen = []
+
+    class Counting(NamespaceRuntime):
+        def check(self, task: TerminalTask) -> None:
+            seen.append(task.name)
+            super().check(task)
+
+    runtime = AutoRuntime(Counting(), ContainerRuntime("podman"))
+    plain, image = task(), task(name="image", dockerfile="FROM ubuntu:24.04\n")
+    TerminalTasks("both", [plain, image], runtime=runtime)
+    for each in (plain, image, plain, image):
+        play(each, runtime=runtime)
+    assert seen == ["guess", "image"] and len(fake.calls("create")) == 2
+
+
 def test_containers_are_for_tasks_that_need_an_image(fake: Fake, tmp_path: Path) -> None:
     harbor(tmp_path / "train/one")
     harbor(tmp_path / "train/two", **{"environment/Dockerfile": "FROM a AS b\nFROM b\n"})
     tasks = build_taskset(make_task(f"terminal:{tmp_path}/train"))
     assert len({tasks.data_of(each)["name"] for each in islice(tasks.train(0), 2)}) == 2
     check_env(tasks, episodes=2, max_turns=1)
-    assert len(fake.calls("build")) == 1 and not fake.calls("exec")
+    assert len(fake.calls("build")) == 1
 
 
 BASE = "localhost/unstale-test-base"
@@ -264,27 +363,32 @@ DOCKERFILE = f"FROM {BASE}\nENV PATH=/app:/bin BASH_ENV=/app/b\nWORKDIR /app\nCO
 DOCKERFILE += "RUN echo $((6 * 7)) > made && chmod 700 made\n"
 
 
-@pytest.fixture(scope="module")
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerRuntime]:
-    """A real podman that has an image with a shell. Skips if it can build or run none here."""
+@pytest.fixture(scope="module", params=["podman", "docker"])
+def real(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ContainerRuntime]:
+    """A real podman or docker that has an image with a shell. Skips if it can build or run none
+    here.
+    """
+    program = request.param
     folder = tmp_path_factory.mktemp("base")
     write_root(folder)
     (folder / "Dockerfile").write_text('FROM scratch\nCOPY . /\nRUN ["/bin/bash", "-c", "true"]\n')
     try:
         subprocess.run(
-            ["podman", "build", f"--tag={BASE}", str(folder)], check=True, capture_output=True
+            [program, "build", f"--tag={BASE}", str(folder)], check=True, capture_output=True
         )
-        runtime = ContainerRuntime("podman", storage_mb=8)
+        runtime = ContainerRuntime(program, storage_mb=8)
         runtime.check(task())
     except (OSError, ConfigError) as error:
-        pytest.skip(f"no podman: {error}")
+        pytest.skip(f"no {program}: {error}")
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"podman cannot build here: {error.stderr.decode()[-300:]}")
+        pytest.skip(f"{program} cannot build here: {error.stderr.decode()[-300:]}")
     yield runtime
 
 
 @pytest.mark.costly
-def test_image_of_the_dockerfile_is_the_agents_root(podman: ContainerRuntime) -> None:
+def test_image_of_the_dockerfile_is_the_agents_root(real: ContainerRuntime) -> None:
     each = task(dockerfile=DOCKERFILE, cpus=1, memory_mb=64)
     read, last = play(
         each,
@@ -293,7 +397,7 @@ def test_image_of_the_dockerfile_is_the_agents_root(podman: ContainerRuntime) ->
         f"printf {SECRET} > answer.txt",
         "echo begun; sleep 4343",
         seconds=30.0,
-        runtime=podman,
+        runtime=real,
     )
     assert read[0] == "nothing\n42\n/app\n[exit code 1]"
     assert read[1].startswith("3\n") and read[1].count("No such file") == 2
@@ -303,32 +407,75 @@ def test_image_of_the_dockerfile_is_the_agents_root(podman: ContainerRuntime) ->
 
 
 @pytest.mark.costly
-def test_attacks_in_a_container_fail(podman: ContainerRuntime) -> None:
+def test_attacks_in_a_container_fail(real: ContainerRuntime) -> None:
     """One agent tries all, and plants programs and start files where the tests could find them."""
     attacks = [text for name, text in ATTACKS.items() if name != "fork bomb"]
     plant = "for n in bash cat mkdir sh; do cp /app/bash /root/$n; done; cp bash b; cat /app/*"
     commands = (*attacks, f"{plant}; echo alive", ATTACKS["fork bomb"])
-    read, last = play(task(dockerfile=DOCKERFILE), *commands, seconds=60.0, runtime=podman)
+    read, last = play(task(dockerfile=DOCKERFILE), *commands, seconds=60.0, runtime=real)
     assert SECRET not in "".join(read) and read[-2].endswith("alive")
     assert dict(last.rewards) == {"reward": 0.0}
     assert last.facts["no_reward"] == 0.0, "the tests ran and wrote their reward"
 
 
+INSTALL = "printf '#!/bin/bash\necho 7' > /bin/greet; chmod +x /bin/greet"
+USES = (
+    f"[ $(greet) = 7 ] && {ASK_SERVER} && . /tests/lib/check.sh && "
+    'echo "{\\"works\\": 1}" > /logs/verifier/reward.json'
+)
+
+
+@pytest.mark.costly
+def test_installed_program_and_running_server_are_there_for_tests_in_the_agents_container(
+    real: ContainerRuntime,
+) -> None:
+    """An old reward, and links in the places of the tests, do not stay."""
+    library = File(b"[ -z $PATH ] || [ $TEST_DIR = /tests ]\n")
+    hidden = {"test.sh": script(f"#!/bin/bash\n{USES}\n"), "lib/check.sh": library}
+    plant = "mkdir own /logs; ln -s /app/own /tests; ln -s /app/own /logs/verifier; echo 1 > own/"
+    commands = (INSTALL, SERVER, f"{plant}reward.txt")
+    _, last = play(
+        task(dockerfile=DOCKERFILE, tests=hidden),
+        *commands,
+        seconds=60.0,
+        runtime=replace(real, tests_in="agent"),
+    )
+    assert dict(last.rewards) == {"works": 1.0}
+
+
+@pytest.mark.costly
+def test_agent_never_sees_the_tests_that_run_in_its_container(real: ContainerRuntime) -> None:
+    """It can still decide the result: by a watching process, or by a changed program of the
+    tests.
+    """
+    forge = "printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.txt' > /new; chmod +x /new"
+    read, last = play(
+        task(dockerfile=DOCKERFILE),
+        ATTACKS["a watching process"].replace("echo 1 > /logs/verifier/reward.txt; ", ""),
+        "ls -A /tests /logs; cat /tests/* /logs/verifier/*",
+        "cat /app/*; ls /tests /logs",
+        f"{forge}; mv /new /bin/bash",
+        seconds=60.0,
+        runtime=replace(real, tests_in="agent"),
+    )
+    assert SECRET not in "".join(read) and read[2].count("No such file") == 2
+    assert dict(last.rewards) == {"reward": 1.0}
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("name", ["FIFO", "link", "large"])
-def test_reward_in_a_container_is_read_from_a_plain_file(
-    name: str, podman: ContainerRuntime
-) -> None:
+def test_reward_in_a_container_is_read_from_a_plain_file(name: str, real: ContainerRuntime) -> None:
     hidden = {"test.sh": script(f"#!/bin/bash\n{BAD_REWARDS[name]}\n")}
-    _, last = play(task(dockerfile=DOCKERFILE, tests=hidden), runtime=podman)
+    _, last = play(task(dockerfile=DOCKERFILE, tests=hidden), runtime=real)
     assert dict(last.rewards) == {"reward": 0.0} and last.facts["no_reward"] == 1.0
 
 
 @pytest.mark.costly
-def test_killed_run_leaves_no_container(podman: ContainerRuntime) -> None:
+def test_killed_run_leaves_no_container(real: ContainerRuntime) -> None:
     code = (
         "from tests.envs.test_containers import *\n"
-        "start(task(dockerfile=DOCKERFILE), 'sleep 4343 & sleep 4343 &')\n"
+        f"PROGRAM = {real.program!r}\n"
+        "start(task(dockerfile=DOCKERFILE), 'sleep 4343 & sleep 4343 &', program=PROGRAM)\n"
         "print('.', flush=True)\nimport time\ntime.sleep(999)"
     )
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -336,7 +483,7 @@ def test_killed_run_leaves_no_container(podman: ContainerRuntime) -> None:
     name = f"--filter=name=unstale-{run.pid}-"
 
     def left() -> bytes:
-        return subprocess.check_output(["podman", "ps", "-aq", name])
+        return subprocess.check_output([real.program, "ps", "-aq", name])
 
     assert left()
     run.kill()

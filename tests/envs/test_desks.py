@@ -24,6 +24,7 @@ from unstale.envs.desk import DeskEnv, DeskTasks, shipped_desks
 from unstale.envs.desk.database import User
 from unstale.envs.desk.domain import LEVELS
 from unstale.envs.desk.expert import call_message, correct_call, expert_replies
+from unstale.envs.mixed import MixedTasks
 from unstale.records import Task
 from unstale.research.envs.telecom import Line, Plan
 from unstale.testing import check_env
@@ -50,7 +51,23 @@ def test_the_expert_always_succeeds_and_never_errs(name: str, level: int) -> Non
         assert last.facts["tool_errors"] == 0.0
 
 
-@pytest.mark.costly(cases=2)
+@every_desk
+@every_level
+def test_a_demonstration_is_the_conversation_of_the_expert(name: str, level: int) -> None:
+    tasks = DESKS[level][name]
+    mixed = MixedTasks("mixed", list(DESKS[level].values()))
+    for task in tasks.held_out(20):
+        shown = tasks.demonstration(task)
+        said = [each for each in shown if each.role == "assistant"]
+        assert said == expert_replies(tasks.scenario(task))
+        turns = episode(tasks, task, said)
+        assert shown[:2] == list(turns[0].messages)
+        pairs = zip(said, turns[1:], strict=True)
+        assert shown[2:] == [each for reply, turn in pairs for each in (reply, *turn.messages)]
+        assert mixed.demonstration(task) == shown
+
+
+@pytest.mark.costly(cases=1)
 @every_desk
 def test_degenerate_policies_stay_below_fifteen_percent(name: str) -> None:
     tables = [asyncio.run(desks_degenerate.measure(DESKS[level][name], 30)) for level in LEVELS]

@@ -96,6 +96,7 @@ def test_a_task_set_or_its_class_is_given_as_it_is() -> None:
     assert TaskConfig(env=by_class).env == "tests.support.toy:ToyTasks"
 
 
+@pytest.mark.costly
 def test_a_run_with_given_rows_is_recorded_and_resumed_in_python(tmp_path: Path) -> None:
     config = replace(
         small(tmp_path, max_steps=1), task=dataset(ROWS, reward=lambda reply, row: 0.5)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from unstale.builders.sampling import warn_of_giveaways
+from unstale.builders.sampling import print_notice
 from unstale.config import ConfigError, make_task
 from unstale.envs import Message, Turn
 from unstale.envs.mixed import MixedTasks
@@ -62,14 +62,15 @@ def test_a_puzzle_answered_without_the_calculator_is_scored_too() -> None:
 def test_data_sets_whose_scorer_pays_a_constant_answer_are_named() -> None:
     """Only one pays any answer, and answers of the library that are right by chance are not."""
     taskset = ReasoningGymTasks("game_of_life_halting+chain_sum+propositional_logic")
-    assert taskset.giveaways() == (
-        "an answer that solves nothing is paid: '?' gets 1.00 in reasoning-gym:game_of_life_halting"
+    assert taskset.notice().startswith(
+        "an answer that solves nothing is paid: '?' gets 1.00 in "
+        "reasoning-gym:game_of_life_halting. A policy may learn"
     )
-    assert not ReasoningGymTasks("basic_arithmetic+syllogism+leg_counting").giveaways()
+    assert not ReasoningGymTasks("basic_arithmetic+syllogism+leg_counting").notice()
 
 
-def test_a_run_warns_of_paid_constants(capsys: pytest.CaptureFixture[str]) -> None:
-    warn_of_giveaways(MixedTasks("both", [ReasoningGymTasks("game_of_life_halting")]))
-    assert "warning: an answer that solves nothing is paid" in capsys.readouterr().err
-    warn_of_giveaways(ReasoningGymTasks("chain_sum"))
+def test_a_run_tells_of_paid_constants(capsys: pytest.CaptureFixture[str]) -> None:
+    print_notice(MixedTasks("both", [ReasoningGymTasks("game_of_life_halting")]))
+    assert "note: an answer that solves nothing is paid" in capsys.readouterr().err
+    print_notice(ReasoningGymTasks("chain_sum"))
     assert not capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.envs.test_chat import QWEN
 from unstale.config import SHIPPED_POLICY, ConfigError
 from unstale.envs import Message, ToolCall, tool_schema
 from unstale.envs.chat import Chat
@@ -91,7 +92,7 @@ def test_rows_may_have_calls_as_the_openai_api_writes_them(tmp_path: Path) -> No
                 {"role": "user", "content": "Hi"},
                 {"role": "assistant", "content": "Hi", "reasoning_content": "Hm."},
             ],
-            "reasoning_content cannot be learnt",
+            "the thoughts 'Hm.' are read as ''",
         ),
         (
             [
@@ -165,3 +166,25 @@ def test_the_mistakes_of_a_draft_are_context_and_the_edit_is_learned(tmp_path: P
     with pytest.raises(ConfigError, match="end with a reply of the assistant that calls no tool"):
         wrong_row = written(tmp_path, rows(talk[:1]))
         load_references(wrong_row, chat(), max_tokens=999, read_as=as_edits)
+
+
+@pytest.mark.parametrize("template", [QWEN, QWEN.replace("<think>\\n\\n</think>\\n\\n", "")])
+def test_thoughts_are_learnt_where_the_template_has_them(tmp_path: Path, template: str) -> None:
+    """Also of earlier replies, from which templates remove them: a run's contexts have them."""
+    tokenizer = load_tokenizer(SHIPPED_POLICY)
+    tokenizer.chat_template = template + "{# </think> #}"
+    thinking = Chat(tokenizer, ())
+    talk = [
+        {"role": "user", "content": "2 + 3?"},
+        {"role": "assistant", "content": "5", "reasoning_content": "two, then three"},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "Yes", "reasoning_content": "it is"},
+    ]
+    (found,) = load_references(written(tmp_path, rows(talk)), thinking, max_tokens=512)
+    text = thinking.text(found.tokens, whole=True)
+    assert text.count("<think>") == 2
+    assert "<think>\ntwo, then three\n</think>\n\n5<|im_end|>" in text
+    learnt = [
+        token for token, is_reply in zip(found.tokens, found.replies, strict=True) if is_reply
+    ]
+    assert thinking.text(learnt, whole=True).endswith("<think>\nit is\n</think>\n\nYes<|im_end|>")

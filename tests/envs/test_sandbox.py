@@ -534,7 +534,8 @@ def test_a_puzzle_is_solved_by_running_code(index: int) -> None:
         answer,
         "Error: ZeroDivisionError: division by zero",
     ]
-    assert won.done and won.rewards == {"success": 1.0} and won.facts == {"tool_errors": 1.0}
+    assert won.done and won.rewards == {"success": 1.0}
+    assert won.facts == {"tool_calls": 2.0, "tool_errors": 1.0}
     assert asyncio.run(play("It is something else."))[1].rewards == {"success": 0.0}
 
 

@@ -189,5 +189,5 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path) -> None:
             made(pass_rates=other)
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\n{}\n")
-    with pytest.raises(ConfigError, match="is no file of `unstale eval --save`"):
+    with pytest.raises(ConfigError, match="is not a file of `unstale eval --save`"):
         made(pass_rates=str(bad))

@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,7 +27,14 @@ from unstale.envs.mixed import MixedTasks
 from unstale.envs.registry import build_taskset
 from unstale.envs.sandboxes.folders import read_folder, read_task
 from unstale.envs.sandboxes.namespaces import NamespaceRuntime
-from unstale.envs.sandboxes.runtime import CommandResult, File, Runtime, TerminalTask, Verdict
+from unstale.envs.sandboxes.runtime import (
+    CommandResult,
+    File,
+    Runtime,
+    TerminalTask,
+    TestsIn,
+    Verdict,
+)
 from unstale.envs.terminal import Commands, TerminalEnv, TerminalTasks
 from unstale.isolation import isolate
 from unstale.testing import check_env
@@ -71,7 +79,11 @@ def play(
                 call = ToolCall("bash", {"command": command})
                 turn = await env.step(Message("assistant", "", tool_calls=(call,)))
                 read.append(turn.messages[0].content)
-            return read, await env.step(Message("assistant", "done"))
+            last = await env.step(Message("assistant", "done"))
+            with pytest.raises(EnvError, match="the episode has ended"):
+                call = ToolCall("bash", {"command": "cat /tests/*"})
+                await env.step(Message("assistant", "", tool_calls=(call,)))
+            return read, last
         finally:
             await env.close()
 
@@ -96,7 +108,7 @@ def test_commands_work_in_a_folder_that_stays() -> None:
     assert read[2] == "3\ncat: none: No such file or directory\n[exit code 1]"
     assert read[3:] == ["it\n42", "(no output)"]
     assert dict(last.rewards) == {"reward": 1.0}
-    assert last.facts["commands"] == 5.0
+    assert last.facts["tool_calls"] == 5.0
 
 
 def test_limits_of_time_and_output_are_told() -> None:
@@ -117,7 +129,7 @@ def test_time_limit_of_the_agent_ends_its_turn() -> None:
         return turn
 
     turn = asyncio.run(episode())
-    assert turn.done and turn.facts["out_of_time"] == 1.0 and turn.facts["commands"] == 0.0
+    assert turn.done and turn.facts["out_of_time"] == 1.0 and turn.facts["tool_calls"] == 0.0
 
 
 def test_a_call_may_take_as_long_as_the_limits_of_the_tasks(tmp_path: Path) -> None:
@@ -181,7 +193,7 @@ def test_only_commands_take_time_of_the_agents_limit() -> None:
 
     turns = run_loop(episode(), virtual=True)
     assert [turn.done for turn in turns] == [False, False, True]
-    assert turns[-1].facts["out_of_time"] == 1.0 and turns[-1].facts["commands"] == 2.0
+    assert turns[-1].facts["out_of_time"] == 1.0 and turns[-1].facts["tool_calls"] == 2.0
 
 
 FAKE_PYTEST = "import os; open('/logs/verifier/reward.txt', 'w').write('1'); os._exit(0)"
@@ -223,6 +235,27 @@ def test_attack_fails(name: str) -> None:
     assert "test.sh" not in read[0] or "No such file" in read[0]
     assert dict(last.rewards) == {"reward": 0.0}
     assert last.facts["no_reward"] == 0.0, "the tests ran and wrote their reward"
+
+
+SERVER = "mkfifo in out; setsid bash -c 'while read x < in; do echo $x > out; done' &>/dev/null &"
+ASK_SERVER = 'echo here > in && read -t 9 answer < out && [ "$answer" = here ]'
+
+
+@pytest.mark.parametrize("tests_in", ["agent", "own"])
+def test_running_server_answers_tests_in_the_agents_sandbox_only(tests_in: TestsIn) -> None:
+    code = f"#!/bin/bash\n(sleep 2; kill $$) &\n{ASK_SERVER}; echo $((1 - $?)) > /logs/verifier/"
+    hidden = {"test.sh": script(f"{code}reward.txt\n")}
+    runtime = NamespaceRuntime(tests_in=tests_in)
+    _, last = play(task(tests=hidden), SERVER, "ls /tests /logs/verifier", runtime=runtime)
+    assert dict(last.rewards) == {"reward": float(tests_in == "agent")}
+
+
+def test_agent_never_sees_the_tests_that_run_in_its_sandbox() -> None:
+    runtime = NamespaceRuntime(tests_in="agent")
+    attacks = [text for name, text in ATTACKS.items() if name != "fork bomb"]
+    read, last = play(task(), *attacks, "cat /tests/*; echo alive", runtime=runtime)
+    assert SECRET not in "".join(read) and read[-1].endswith("alive")
+    assert last.done and last.facts["no_reward"] == 0.0
 
 
 def test_root_of_the_machine_is_not_in_reach() -> None:
@@ -326,6 +359,40 @@ def test_closed_sandbox_leaves_no_process() -> None:
     assert not asyncio.run(episode())
 
 
+def test_threads_do_not_grow_with_the_sandboxes() -> None:
+    """Each thread would compete with the run's event loop for the interpreter lock."""
+
+    async def threads(number: int) -> int:
+        runtime = NamespaceRuntime(storage_mb=8)
+        sandboxes = await asyncio.gather(*(runtime.start(task()) for _ in range(number)))
+        running = [
+            asyncio.create_task(each.run("echo; sleep 4242", seconds=0.5, output_kb=1))
+            for each in sandboxes
+        ]
+        await asyncio.sleep(0.1)
+        found = threading.active_count()
+        assert [result.ended for result in await asyncio.gather(*running)] == ["timeout"] * number
+        await asyncio.gather(*(each.close() for each in sandboxes))
+        return found
+
+    few = asyncio.run(threads(2))
+    assert asyncio.run(threads(6)) == few
+
+
+def test_command_that_is_cancelled_does_not_keep_its_sandbox() -> None:
+    async def episode() -> Sequence[str]:
+        sandbox = await NamespaceRuntime().start(task())
+        running = asyncio.create_task(sandbox.run("sleep 4242", seconds=99, output_kb=1))
+        await asyncio.to_thread(await_processes, some=True)
+        running.cancel()
+        await sandbox.close()
+        with pytest.raises(EnvError, match="the sandbox has ended"):
+            await sandbox.run("true", seconds=9, output_kb=1)
+        return processes()
+
+    assert not asyncio.run(episode())
+
+
 def test_sandboxes_close_beside_many_files_and_when_they_are_cancelled() -> None:
     """`select` fails with descriptors from 1024 on, which 256 sandboxes reach."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -354,6 +421,7 @@ def test_sandboxes_close_beside_many_files_and_when_they_are_cancelled() -> None
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.costly
 def test_killed_run_leaves_no_process() -> None:
     """A run that is killed while a command runs, and another one while it waits for the policy."""
     code = (
@@ -454,10 +522,11 @@ def test_start_of_a_run_tells_which_tasks_do_not_state_the_network(
     harbor(tmp_path / "some/clear", **{"task.toml": "[environment]\nallow_internet = false\n"})
     print_notice(build_taskset(make_task(f"terminal:{tmp_path}/some")))
     told = " ".join(capsys.readouterr().err.split())
-    assert told.startswith("note: 2 of 3 tasks do not state whether they use a network")
+    assert told.startswith("note: The tests run in the agent's sandbox, as in Harbor")
+    assert ". 2 of 3 tasks do not state whether they use a network" in told
     assert "the tests get one, and the agent gets none. 1 of 3 tasks run in namesp" in told
     harbor(tmp_path / "all/clear", **{"task.toml": "[environment]\nallow_internet = false\n"})
-    print_notice(build_taskset(make_task(f"terminal:{tmp_path}/all")))
+    print_notice(build_taskset(make_task(f"terminal:{tmp_path}/all", tests_in="own")))
     assert not capsys.readouterr().err
 
 

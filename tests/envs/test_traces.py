@@ -242,10 +242,11 @@ def test_only_numbers_may_be_near(reply: Message, score: float) -> None:
 
 @pytest.mark.parametrize("url", ["none.png", "data:image/png;base64,?", "data:text/plain,a"])
 def test_a_missing_screen_is_named(tmp_path: Path, url: str) -> None:
-    with pytest.raises(ConfigError, match=r"traces.jsonl, line 1: .*(no picture|no data URL)"):
+    with pytest.raises(ConfigError, match=r"traces.jsonl, line 1: .*(no picture|not a data URL)"):
         tasks(tmp_path, screens(url, url))
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("forked_children")
 def test_a_policy_that_sees_is_trained_on_screens_with_step_and_episode_advantages(
     tmp_path: Path,

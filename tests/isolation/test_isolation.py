@@ -185,6 +185,7 @@ def outcomes() -> dict[type, tuple[Failure | Trajectory, list[str]]]:
 STAGES = {kind: (stage, message) for kind, stage, message in HOSTILE}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [each for each in ISOLATED if each not in DO_NOT_FAIL])
 def test_a_bad_environment_fails_alone_with_one_line_that_names_it(
     kind: type, outcomes: dict[type, tuple[Failure | Trajectory, list[str]]]
@@ -381,8 +382,8 @@ GOOD_TURN = turn_row(Turn((Message("user", "hi"),), reward=0.5, facts={"calls": 
     [
         {"messages": "hi"},
         {"messages": [{"role": "user", "content": None, "tool_calls": [], "thoughts": ""}]},
-        {"messages": [{"role": "user", "content": "x"}]},
-        {"messages": [{**GOOD_TURN["messages"][0], "tool_calls": [["buy"]]}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{**GOOD_TURN["messages"][0], "tool_calls": [{"name": "buy"}]}]},
         {"done": 1},
         {"rewards": [1.0]},
         {"rewards": {"right": "1"}},

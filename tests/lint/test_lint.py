@@ -138,6 +138,10 @@ def test_a_ratio_called_1_by_construction_is_1_in_the_route_itself(knobs: str) -
 
 _RESET = "--old_logps.route ppo_ewma_async --old_logps.reset_below 0.5"
 REFUSED = [
+    (
+        "--techniques majority --selection.pool 64 --selection.test_time true",
+        "majority at task.env retail",
+    ),
     ("--deterministic true --minutes 3", "a deterministic run that ends by the clock"),
     ("--old_logps.route current_recompute", "S is identically 1, ppo_clip can never act"),
     (
@@ -216,6 +220,7 @@ REFUSED = [
         "is not known in time",
     ),
     (f"{_RESET} --correction.mode truncate", "the average can never be reset"),
+    ("--techniques distil --distil.teacher start", "start with distil.advantage_coef 0"),
     ("--engine.max_context 2049", "2049, but the policy has 2048 positions"),
     (
         "--objective.loss_type gspo --objective.unit turn",
@@ -280,6 +285,12 @@ def test_the_support_of_mu_is_told() -> None:
     assert "the kept set of each token (engine.top_p = 0.9, engine.top_k = 50)" in mu
 
 
+def test_the_sampling_of_evaluations_is_named_if_it_is_not_that_of_training() -> None:
+    evaluation = check(configured("--eval.temperature 0.6 --eval.top_p 0.95")).facts["evaluation"]
+    assert "sampled with eval.temperature = 0.6, eval.top_p = 0.95" in evaluation
+    assert "evaluation" not in check(configured()).facts
+
+
 ALLOWED = [
     "--old_logps.route current_recompute --trainer.minibatches_per_batch 2",
     "--old_logps.route current_recompute --old_logps.baseline true",
@@ -290,6 +301,7 @@ ALLOWED = [
     "--old_logps.route current_recompute --schedule.max_staleness 0 "
     "--trainer.minibatches_per_batch 2 --correction.mode none",
     "--correction.mode none",
+    "--engine.bitwise true --engine.dtype float32 --trainer.dtype float32 --eval.top_p 0.95",
     "--schedule.max_staleness 2 --schedule.lookahead_window 400",
     "--old_logps.route ewma_prox --engine.keep_cache true",
     f"{_RESET} --correction.mode truncate --correction.token_veto_threshold 0.1",
@@ -362,14 +374,18 @@ WARNED = [
     ("--engine.quantise fp8 --trainer.quantise fp8", "removes little"),
     ("--task.level 2", "the policy base at level 2"),
     ("--techniques ess_lr --trainer.lr 5e-5", "ess_lr at a learning rate of 5e-05"),
-    (
-        "--techniques confident_error_penalty --confident_error_penalty.max_shift 100",
-        "confident_error_penalty.max_shift is 100",
-    ),
     ("--techniques minpro", "minpro with ppo_clip"),
     (
         "--techniques token_entropy_advantage --token_entropy_advantage.a 0.5",
         "token_entropy_advantage.a is 0.5",
+    ),
+    (
+        "--techniques 'tree tree_advantage' --tree.branch peaks --tree_advantage.rule pooled",
+        "tree_advantage.rule pooled and tree.branch peaks",
+    ),
+    (
+        "--techniques 'tree tree_advantage' --tree.branch none --tree.prune mixed --tree.spare 0",
+        "tree.spare 0",
     ),
     (
         "--techniques episode_filter --episode_filter.rule contrast --advantage.estimator "
@@ -377,11 +393,6 @@ WARNED = [
         "episode_filter.rule is contrast",
     ),
     ("--techniques allocate", "allocate.gain dars_et with advantage.estimator"),
-    (
-        "--techniques baseline --schedule.group_size 9 --baseline.centre median "
-        "--baseline.scale mad --baseline.mad_floor 0",
-        "baseline.mad_floor is 0",
-    ),
     (
         "--techniques 'allocate baseline' --allocate.gain dars_hw --baseline.centre loo",
         "allocate.gain dars_hw with baseline.centre loo",
@@ -593,7 +604,7 @@ def test_an_option_that_the_choice_does_not_read_is_refused() -> None:
         ("--objective.kl_penalty 2", "objective.kl_penalty is an option of kl_penalty; "),
         (
             "--objective.constant 500",
-            "objective.constant = 500.0 is read only with objective.loss_aggregation = constant",
+            "objective.constant = 500.0 is used only with objective.loss_aggregation = constant",
         ),
         (
             "--correction.mode none --correction.low 0.9",
@@ -605,11 +616,11 @@ def test_an_option_that_the_choice_does_not_read_is_refused() -> None:
         ),
         (
             "--endpoint.format_retries 5",
-            "endpoint.format_retries = 5 is read only with endpoint.lenient = true",
+            "endpoint.format_retries = 5 is used only with endpoint.lenient = true",
         ),
         (
             "--selection.candidates 9",
-            "selection.candidates = 9 is read only with selection.pool > 0",
+            "selection.candidates = 9 is used only with selection.pool > 0",
         ),
     ],
 )

@@ -284,6 +284,7 @@ CASES = [
 ]
 
 
+@pytest.mark.costly(cases=60)
 @pytest.mark.parametrize(("recipe", "knobs"), CASES)
 def test_every_fix_of_a_finding_removes_it(recipe: str, knobs: str) -> None:
     for rule, fix in rules_that_fire(knobs, recipe).items():
@@ -295,7 +296,8 @@ def test_every_fix_of_a_finding_removes_it(recipe: str, knobs: str) -> None:
 def test_every_rule_is_tried() -> None:
     tried = {rule for recipe, knobs in CASES for rule in rules_that_fire(knobs, recipe)}
     untried = {rule.__name__ for rule in {*REFUSALS, *WARNINGS} - tried}
-    with_experts = {"_free_experts", "_unrecorded_experts"}  # test_moe_rules.py tries these
+    # test_moe_rules.py tries these
+    with_experts = {"_free_experts", "_unrecorded_experts", "_adapters_of_experts"}
     of_streams = {
         rule.__name__ for rule in {*stream.REFUSALS, *stream.WARNINGS}
     }  # test_stream_rules.py tries these

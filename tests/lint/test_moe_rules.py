@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.lint.test_lint import configured
+from unstale.config.options import override
 from unstale.lint import check
 from unstale.testing import tiny_policy
 
@@ -39,3 +40,12 @@ def test_servers_that_would_record_no_routes_are_refused(moe: str, flag: str) ->
     (refusal,) = check(configured(f"{vllm} --engine.args={flag}")).refusals
     assert flag.partition("=")[0] in refusal.wrong
     assert not check(configured(f"{vllm} --engine.args=--max-num-seqs=4")).refusals
+
+
+def test_adapters_of_an_moe_are_refused_before_the_model_is_loaded(moe: str) -> None:
+    lora = "--trainer.lora_rank 4 --trainer.lora_alpha 8 --engine.adapters unmerged"
+    config = configured(f"{moe} {lora}")
+    (refusal,) = check(config).refusals
+    assert refusal.wrong == "trainer.lora_rank 4 with a model of 8 experts in a layer"
+    fixed = override(config, refusal.fixes[0])
+    assert not fixed.trainer.lora_rank and not check(fixed).refusals

@@ -100,7 +100,7 @@ def test_scoring_counts_a_prompt_once_for_each_sibling() -> None:
 
 def test_layers_that_are_run_again_and_copies_change_nothing() -> None:
     policy, again = made("Qwen3.5"), made("Qwen3.5")
-    again.set_forward_options(ForwardOptions(gradient_checkpointing=1))
+    again.set_forward_options(ForwardOptions(gradient_checkpointing=True))
     batch = packed(FIRST, SECOND)
     losses = [each.logps(batch, temperature=1.0).sum() for each in (policy, again)]
     grads = [

@@ -112,6 +112,7 @@ def assert_equal(policy: Policy, prompts: list[list[int]], replies: list[Finishe
     assert compared > len(prompts)
 
 
+@pytest.mark.costly(cases=4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", DENSE)
 def test_engine_and_trainer_compute_the_same_bits(

@@ -87,7 +87,7 @@ def compare_with_one_process(peers: RankGroup, how: str) -> tuple[float, float, 
     policy = tiny_policy(seed=5, experts=EXPERTS * (how == "experts"))
     calls = count_fused_attention()
     if how:
-        policy.set_forward_options(ForwardOptions(gradient_checkpointing=1))
+        policy.set_forward_options(ForwardOptions(gradient_checkpointing=True))
     batch = siblings()
     run = policy.prefix_tree(batch)
     if policy.has_experts:

@@ -160,7 +160,7 @@ def test_gradients_reach_the_router_and_recomputed_layers_replay_too() -> None:
     routed_experts = own_routes(tiny_policy(seed=3, experts=EXPERTS), packed().tokens)
     for recompute in (False, True):
         policy = moe()
-        policy.set_forward_options(ForwardOptions(gradient_checkpointing=int(recompute)))
+        policy.set_forward_options(ForwardOptions(gradient_checkpointing=recompute))
         policy.logps(packed(routed_experts=routed_experts), temperature=1.0).sum().backward()
         router = find_routers(policy.model)[0]
         gradients.append([p.grad for p in policy.model.parameters() if p.grad is not None])

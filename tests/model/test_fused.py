@@ -150,7 +150,7 @@ def test_layers_that_run_again_have_the_same_gradients(
     policy = Policy(MODELS[name](), None)
     calls = count(monkeypatch)
     kept = learnt(policy)
-    policy.set_forward_options(ForwardOptions(gradient_checkpointing=1))
+    policy.set_forward_options(ForwardOptions(gradient_checkpointing=True))
     logps, gradients = learnt(policy)
     assert calls["_Attention"] == 2 + 4  # each of the two layers runs again for the gradient
     assert torch.equal(logps, kept[0])

@@ -43,6 +43,7 @@ def test_rows_of_models_that_were_not_run_stay() -> None:
     ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2"])
 def test_an_architecture_ends_as_the_page_says(name: str) -> None:
     row = gauntlet.run_architecture(name, ["bfloat16"])

@@ -179,7 +179,7 @@ def test_a_wrong_name_is_refused_in_one_line(
         (str(tmp_path / "text.gguf"), "", "does not begin with GGUF"),
         ("lab/missing.gguf", "", "there is no file lab/missing.gguf"),
         (str(file.parent), "other.gguf", "the folder has tiny.Q4_1.gguf"),
-        ("lab/tiny", "tiny.gguf", "lab/tiny is no folder"),
+        ("lab/tiny", "tiny.gguf", "lab/tiny is not a folder"),
         ("smollm2", "tiny.gguf", "not used with policy = smollm2"),
     ):
         with pytest.raises(ConfigError) as refusal:

@@ -91,6 +91,7 @@ def plain_logps(policy: Policy, tokens: tuple[int, ...]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1)
 
 
+@pytest.mark.costly(cases=4)
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("kind", TOWERS)
 def test_a_model_with_pictures_has_the_logits_of_transformers(

@@ -94,6 +94,7 @@ def test_a_step_raises_the_likelihood_of_its_batch(policy: Policy) -> None:
     assert 0.2 < nll[1] < nll[0] < 5
 
 
+@pytest.mark.costly
 def test_the_engine_answers_a_question(pretrained: Path) -> None:
     """At temperature 0 and in bfloat16, with the weights of the folder."""
     weights = Policy.load(pretrained, dtype="bfloat16", device="cpu", trained=False)

@@ -49,6 +49,10 @@ OTHER_DTYPES = {
 OTHER_ENGINES = {"engine/probe_logp_error", "trainer/bitwise_tokens"}
 GROUPS_OF_ENGINES = {
     "engine/rejects",
+    "engine/forwards",
+    "engine/moves",
+    "engine/lost_caches",
+    "engine/scenario_groups",
     "engine/prefill_engines",
     "engine/prefill_requests",
     "engine/decode_requests",
@@ -84,6 +88,7 @@ TECHNIQUES = {
     "bus/episode_share",
     "bus/success_share",
     "bus/lost",
+    "bus/refused",
     "retry/episode_share",
     "retry/success_share",
     "exemplars/episode_share",
@@ -95,6 +100,7 @@ TECHNIQUES = {
     "retry/gain_mean",
     "retry/gain_error",
     "retry/text_tokens",
+    "retry/untried_share",
     "hints/token_share_mean",
     "majority/share_mean",
     "majority/used_share",

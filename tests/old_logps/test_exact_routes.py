@@ -163,6 +163,7 @@ def test_exact_routes_equal_independent_full_copies(
     assert (values - truth(BATCH, copies, temperature=0.7)).abs().max() < tolerance
 
 
+@pytest.mark.costly(cases=3)
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", ROUTES)
 def test_exact_routes_take_their_values_over_the_kept_sets(name: str, lora: bool) -> None:

@@ -49,7 +49,7 @@ from unstale.research.attempt import (
 from unstale.research.attempt_result import PLANNED, AttemptResult
 from unstale.research.collect import CollectedTasks
 from unstale.research.quality_head import QualityHead
-from unstale.research.search import Stages, beam_search
+from unstale.research.search import StagedAttempts, beam_search
 from unstale.research.served_writer import Writer
 from unstale.research.techniques.live_tree import ForecastTree
 from unstale.research.techniques.tree import TreeConfig
@@ -100,6 +100,7 @@ def chosen_success(*, judge: float, votes: int) -> tuple[float, float, float]:
     return success, sum(of_votes) / len(of_votes), sum(of_winners) / len(of_winners)
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize(
     ("judge", "votes", "expected"),
     [(0.8, 1, 0.720), (0.8, 8, 0.914), (0.5, 1, 0.300), (0.5, 8, 0.300), (1.0, 1, 0.942)],
@@ -425,7 +426,7 @@ def searched(judge: float, runs: int = 400) -> tuple[float, float]:
     """
     random = Random(5)
 
-    async def rank(candidates: Sequence[list[bool]]) -> Sequence[list[bool]]:
+    async def rank(candidates: Sequence[list[bool]], stage: int) -> Sequence[list[bool]]:
         async def ask(attempts: Sequence[int], vote: int) -> int:
             one, other = attempts
             good = [all(candidates[each]) for each in attempts]
@@ -493,7 +494,7 @@ def test_a_stage_goes_on_from_the_last_answer_of_a_kept_attempt() -> None:
         await engine.load({}, version=0)
         await engine.resume()
         rollout = Rollout(generator, tasks, RolloutConfig())
-        made = Stages(rollout, TASK, 3, stages=2, turns=1)
+        made = StagedAttempts(rollout, TASK, 3, ends=(1, 2))
         first = await made.extend(None, 2, 1)
         last = await made.extend(first[1], 2, 2)
         assert await made.extend(last[0], 5, 2) == [last[0]], "it has ended"

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -437,6 +438,19 @@ def test_a_failed_run_stops_nobody_and_is_run_again(tmp_path: Path) -> None:
     start(planned(folder, seeds=3))
     assert ran(folder)[5:] == ["snapshot_old-seed2", "rollout-seed2"]
     assert not read_comparison(folder).shared_machine
+
+
+@pytest.mark.costly
+@pytest.mark.usefixtures("fake_train")
+def test_runs_that_will_not_fit_on_the_disk_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(free=1)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    said = start(planned(tmp_path / "x"))
+    assert said.count("the 3 runs left need") == said.count("runs left need") == 1
+    usage.free = 10**12
+    assert "runs left need" not in start(planned(tmp_path / "y"))
 
 
 @pytest.mark.costly

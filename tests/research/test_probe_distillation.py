@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tests.support.tiny_runs import EvenEnv, EvenTasks, save_tiny, tiny_run
 from unstale.cli import session
-from unstale.cli.main import main
+from unstale.cli.main import main, parse
 from unstale.config import ConfigError, RunConfig, TaskConfig
 from unstale.config.options import override
 from unstale.durability.journal import Journal
@@ -26,6 +26,7 @@ from unstale.research.alignment import (
     forward_kl_direction,
     reverse_kl_direction,
     success_direction,
+    teacher_advantage,
 )
 from unstale.research.probe_distillation import (
     Mean,
@@ -87,13 +88,15 @@ def test_the_figures_of_one_word_are_those_by_enumeration(one_word: RunConfig) -
     options = ProbeOptions(prefixes=6, rollouts=2, top=3)
     (found,) = probe_distillation(run, str(teacher), one_word, options, console=quiet())
     assert {name: len(each) for name, each in found.figures.items()} == {
-        "correct": 5,
-        "incorrect": 5,
+        "correct": 6,
+        "incorrect": 6,
     }
     with Journal.read(run) as journal:
         (prompt,) = {each.tokens for each in choose_prefixes(journal, 6, Random(0))}
     student, teaching = Policy.load(run / "policy"), Policy.load(teacher)
-    both = [each.next_logps(prompt, temperature=1.0) for each in (student, teaching)]
+    both = [
+        each.logps_after(prompt, [len(prompt)], temperature=1.0)[0] for each in (student, teaching)
+    ]
     (tried,) = choose_candidates(both[0], both[1:], 3)
     words = [student.tokenizer.decode([token]) for token in tried.tokens]
     value = torch.tensor([float(w[1:].isdigit() and int(w[1:]) % 2 == 0) for w in words]).double()
@@ -104,10 +107,78 @@ def test_the_figures_of_one_word_are_those_by_enumeration(one_word: RunConfig) -
         means = [found.figures[kind][name] for kind in ("correct", "incorrect")]
         assert [each.value for each in means] == pytest.approx([expected] * 2, abs=1e-4)
         assert sum(each.number for each in means) == 6
+    gain = float(teacher_advantage(tried.student_logp, tried.teacher_logp, value))
+    assert found.figures["correct"]["advantage"].value == pytest.approx(gain, abs=1e-4)
     assert found.figures["correct"]["agreement"].value == pytest.approx(1)
     assert (found.episodes, found.failed) == (6 * 2 * len(words), 0)
     assert found.sampled_tokens == 0  # the candidate is the only token of a reply
     assert found.indifferent == {"correct": 0, "incorrect": 0}
+    with Journal.read(run) as journal:
+        chosen = choose_prefixes(journal, 6, Random(f"align/{one_word.seed}"))
+    rows = found.as_json()["rows"]
+    assert [(row["task"], row["episode"], row["position"], row["kind"]) for row in rows] == [
+        (each.task.key, each.episode, len(prompt), "correct" if each.success else "incorrect")
+        for each in chosen
+    ]
+    for row in rows:
+        rates = {each["token"]: each["success_rate"] for each in row["candidates"]}
+        assert rates == dict(zip(tried.tokens, value.tolist(), strict=True))
+        logps = [each["teacher_logp"] for each in row["candidates"]]
+        assert logps == pytest.approx(tried.teacher_logp.tolist(), abs=1e-4)
+        for name in ("forward", "reverse"):
+            assert row[name] == pytest.approx(found.figures[row["kind"]][name].value, abs=1e-4)
+
+
+@pytest.mark.costly
+def test_every_token_of_an_episode_is_measured(tmp_path: Path) -> None:
+    """Replies have 3 words. After the last one, success is known: all words are even."""
+    config = trained(tmp_path, ENV, **{"engine.max_completion_tokens": 3})
+    run, teacher = config.runs / "run", str(config.runs / "teacher")
+    options = ProbeOptions(prefixes=4, rollouts=2, top=2, positions=1)
+    (found,) = probe_distillation(run, teacher, config, options, console=quiet())
+    with Journal.read(run) as journal:
+        episodes = {each.trajectory.episode: each.trajectory for each in journal.trajectories()}
+        thirds = choose_prefixes(journal, 4, Random(2), 3)
+        windows = choose_prefixes(journal, 4, Random(2), "windows")
+    places: dict[int, list[int]] = {}
+    for row in found.rows:
+        places.setdefault(row["episode"], []).append(row["position"])
+    assert len(places) == 4
+    for episode, positions in places.items():
+        whole = episodes[episode]
+        assert positions == list(range(len(whole) - whole.num_sampled, len(whole)))
+    assert {(each.episode, len(each.tokens)) for each in thirds} <= {
+        (episode, len(each) - i) for episode, each in episodes.items() for i in (1, 2, 3)
+    }
+    assert len(thirds) == len({each.episode for each in thirds}) == 4, "every third of 3 is one"
+    chosen = {each.episode for each in windows}
+    assert len(windows) == sum(1 if episodes[each].num_sampled == 1 else 2 for each in chosen)
+    policy = Policy.load(run / "policy")
+    last = [row for row in found.rows if row["position"] == len(episodes[row["episode"]]) - 1]
+    known = 0
+    for row in last:
+        whole = episodes[row["episode"]]
+        if whole.num_sampled < 3:
+            continue
+        said = whole.tokens[len(whole) - 3 : -1]
+        for each in row["candidates"]:
+            words = policy.tokenizer.decode([*said, each["token"]]).split()
+            is_even = [int(word[1:]) % 2 == 0 for word in words if word[1:].isdigit()]
+            assert each["success_rate"] == float(bool(is_even) and all(is_even))
+            known += 1
+    assert known > 3
+    for kind in ("correct", "incorrect"):
+        mine = {row["episode"]: [] for row in found.rows if row["kind"] == kind}
+        for row in found.rows:
+            if row["kind"] == kind:
+                mine[row["episode"]].append(row["advantage"])
+        figure = found.figures[kind]["advantage"]
+        assert figure.number == len(mine), "an episode counts once"
+        assert figure.value == pytest.approx(
+            sum(sum(v) / len(v) for v in mine.values()) / len(mine)
+        )
+    assert sum(row["positions"] for row in found.questions) == len(found.rows)
+    assert found.question_table().row_count == len({row["task"] for row in found.rows})
 
 
 @pytest.mark.costly
@@ -186,7 +257,7 @@ def test_another_tokenizer_a_missing_teacher_and_a_bias_are_refused(
     with pytest.raises(ConfigError, match="nowhere"):
         probe_distillation(run, str(tmp_path / "nowhere"), one_word, options, console=quiet())
     biased = override(one_word, {"engine.logit_bias": "5=1"})
-    with pytest.raises(ConfigError, match=r"cannot be used with engine\.logit_bias"):
+    with pytest.raises(ConfigError, match=r"not built with engine\.logit_bias"):
         probe_distillation(run, "base", biased, options, console=quiet())
 
 
@@ -194,6 +265,8 @@ def test_another_tokenizer_a_missing_teacher_and_a_bias_are_refused(
 def test_wrong_options_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="--prefixes must be >= 2, --rollouts even and >= 2"):
         ProbeOptions(**options)
+    with pytest.raises(ConfigError, match="--positions must be one, all, windows"):
+        ProbeOptions(positions=0)
 
 
 @pytest.mark.costly
@@ -231,6 +304,14 @@ def test_the_command_plays_on_inside_replies_of_several_turns(
     assert row["sampled_tokens"] > 0
     shares = [row["figures"][kind]["student_share"] for kind in ("correct", "incorrect")]
     assert sum(each["number"] for each in shares) == 4
+    assert {row["position"] for row in row["rows"]} <= {
+        place for whole in episodes.values() for place in range(len(whole))
+    }
+    for kind in ("correct", "incorrect"):
+        of_kind = [each["student_share"] for each in row["rows"] if each["kind"] == kind]
+        assert sum(of_kind) / len(of_kind) == pytest.approx(
+            row["figures"][kind]["student_share"]["value"]
+        )
     (again,) = probe_distillation(
         run,
         str(tmp_path / "teacher"),
@@ -239,6 +320,24 @@ def test_the_command_plays_on_inside_replies_of_several_turns(
         console=quiet(),
     )
     assert again.sampled_tokens == row["sampled_tokens"]  # the same seeds
+
+
+@pytest.mark.parametrize(
+    ("words", "positions"),
+    [
+        ((), "one"),
+        (("--positions", "one"), "one"),
+        (("--positions", "all"), 1),
+        (("--positions", "windows"), "windows"),
+        (("--positions", "8"), 8),
+    ],
+)
+def test_positions_are_named(words: tuple[str, ...], positions: int | str) -> None:
+    chosen = parse(["probe-distillation", "runs/first", "models/teacher", *words])
+    assert chosen.positions == positions
+    for wrong in ("0", "some", "-1", "1.5"):
+        with pytest.raises(ConfigError, match="must be one, all, windows or >= 1"):
+            parse(["probe-distillation", "runs/first", "teacher", f"--positions={wrong}"])
 
 
 def test_candidates_are_possible_for_both_policies() -> None:
@@ -265,11 +364,21 @@ def test_the_next_log_probabilities_are_those_of_scored_tokens(
     from unstale.model.prefix_tree import Packed
 
     policy, tokens = make(seed=3), (5, 9, 4)
-    rows = policy.next_logps(tokens, temperature=0.7)
+    (rows,) = policy.logps_after(tokens, [3], temperature=0.7)
     assert float(rows.exp().sum()) == pytest.approx(1)
     for token in (1, 8):
         packed = Packed(torch.tensor([*tokens, token]), (0, 4))
         scored = policy.logps(packed, temperature=0.7).detach()[-1]
         assert float(rows[token]) == pytest.approx(float(scored), abs=1e-5)
     with pytest.raises(ValueError, match="at least one token"):
-        policy.next_logps((), temperature=1.0)
+        policy.logps_after((), [0], temperature=1.0)
+    at_once = policy.logps_after((*tokens, 8), (3, 4), temperature=0.7)
+    assert torch.allclose(at_once[0], rows, atol=1e-5)
+    (alone,) = policy.logps_after((*tokens, 8), [4], temperature=0.7)
+    assert torch.allclose(at_once[1], alone, atol=1e-5)
+
+
+def test_the_advantage_of_a_teacher_is_the_gain_of_its_next_token() -> None:
+    student, teacher = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.9, 0.1]).log()
+    value = torch.tensor([1.0, 0.25])
+    assert float(teacher_advantage(student, teacher, value)) == pytest.approx(0.925 - 0.625)

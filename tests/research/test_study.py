@@ -216,7 +216,7 @@ def test_the_first_run_fixes_the_planned_differences(tmp_path: Path) -> None:
         ("max_steps = 20", 'recipe = "llm"', "give the recipe as study.recipe, not in options"),
         ("seeds = 2", "seed = 2", "unknown key study.seed; did you mean seeds?"),
         ("seeds = 2", 'seeds = "2"', "study.seeds must be a whole number, got '2'"),
-        ('"snapshot_old"\n', '"exact"\n', "study.reference is 'exact', which is no arm"),
+        ('"snapshot_old"\n', '"exact"\n', "study.reference is 'exact', which is not an arm"),
         ("rollout = {}", "rollout = 1", "arms.rollout must be a table of options, got 1"),
         ("rollout = {}", "rollout = {reach = 2}", "reach must be nominal or equal, got 2"),
         ("trainer.lr", "trainer.rl", "arms.low: unknown option trainer.rl"),

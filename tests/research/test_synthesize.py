@@ -202,6 +202,7 @@ def called(*words: str) -> object:
     return end.value.code or 0
 
 
+@pytest.mark.costly
 def test_the_command_writes_tasks_for_a_run_whose_rates_it_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -248,6 +248,7 @@ def expected_loss(kind: str, logp: Tensor) -> Tensor:
     }[kind]
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
 def test_steps_are_those_of_adamw_on_the_loss_by_definition(
     loss: str, client: Client, model: Path
@@ -519,7 +520,7 @@ def test_many_versions_share_the_engine(client: Client) -> None:
         ]
     for sampler, reply in zip(samplers * 2, replies, strict=True):
         scored = client.score(sampler, [*TEXT, *reply.tokens[0]])[len(TEXT) :]
-        assert float((scored - torch.tensor(reply.behavior_logp[0])).abs().max()) < 1e-5
+        assert float((scored - torch.tensor(reply.behavior_logp[0])).abs().max()) < 5e-5
 
 
 def weighted(targets: Sequence[int], weights: Sequence[float]) -> bytes:

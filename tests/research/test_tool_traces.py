@@ -139,6 +139,13 @@ def test_reasons_of_rewritten_rows_are_counted() -> None:
     assert len(kept) == 2 and refused == {"another answer": 1}
 
 
+def test_an_answer_that_is_no_number_leaves_only_its_row_out() -> None:
+    rows = [{"q": "?", "a": "2 * 3 = 6", "end": end} for end in ("6", r"$3\pi$")]
+    counted = traces(rows, TOOLS["calculator"], prompt="q", solution="a", answer="end")
+    kept, refused = asyncio.run(counted)
+    assert len(kept) == 1 and refused == {"no number as the answer": 1}
+
+
 def called(*words: str) -> object:
     with pytest.raises(SystemExit) as end:
         main(words)

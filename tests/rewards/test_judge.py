@@ -33,6 +33,7 @@ from unstale.rewards.judge import (
     LLMJudge,
     Overloaded,
     Places,
+    StepJudge,
     find_flaw,
     read_verdict,
 )
@@ -80,13 +81,15 @@ class Model:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 
+    def endpoint(self, **rest: Any) -> JudgeEndpoint:
+        options = {"wait_s": 0.0, "timeout_s": LIMIT_S, **rest}
+        return JudgeEndpoint(url=self.url, model="judge", **options)
+
     def judge(
         self, budget: JudgeBudget = PLENTY, cache: Path | None = None, **rest: Any
     ) -> LLMJudge:
-        endpoint = JudgeEndpoint(
-            url=self.url, model="judge", **{"wait_s": 0.0, "timeout_s": LIMIT_S, **rest}
-        )
-        return LLMJudge(endpoint, "Is it kind? {curly} braces stay.", budget=budget, cache=cache)
+        rubric = "Is it kind? {curly} braces stay."
+        return LLMJudge(self.endpoint(**rest), rubric, budget=budget, cache=cache)
 
 
 @pytest.fixture
@@ -399,6 +402,21 @@ def test_a_flaw_is_sought_in_successes_only_and_no_verdict_is_none(model: Model)
     assert asyncio.run(find(True)) == {"flaw": 0.0, "flaw_unread": 1.0}
     with pytest.raises(JudgeError, match="401"):
         asyncio.run(find(True))
+
+
+def test_a_model_that_was_trained_to_name_the_first_wrong_step_finds_flaws(model: Model) -> None:
+    with closing(StepJudge(model.endpoint(), "", budget=PLENTY)) as judge:
+
+        def find(answer: str) -> dict[str, float]:
+            model.answers = [completion(answer)]
+            asked = {"task": "2 + 2?", "solution": answer}
+            return asyncio.run(find_flaw(judge, success=True, **asked))
+
+        assert find("The first wrong step is 3.") == {"flaw": 1.0, "flaw_unread": 0.0}
+        assert find("0") == {"flaw": 0.0, "flaw_unread": 0.0}
+        assert find("none") == {"flaw": 0.0, "flaw_unread": 1.0}
+    asked = model.asked[0]["messages"]
+    assert asked == [{"role": "user", "content": "2 + 2?\n\nThe first wrong step is 3."}]
 
 
 def test_it_answers_under_the_virtual_clock(model: Model) -> None:

@@ -1,19 +1,23 @@
 """Test rewards of a sequence-classification model in a process of its own.
 
-Scores are those of the model, in a batch and alone. Concurrent episodes share passes. The name of a
-reward has the checksum of the model. Errors name the folder.
+Scores are those of the model, in a batch and alone. Concurrent episodes share passes, except in a
+deterministic run. The name of a reward has the checksum of the model. Errors name the folder.
 """
 
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForSequenceClassification
+from transformers import Qwen3ForSequenceClassification
 
+from tests.support.tiny_runs import judge_config
+from tests.support.waits import LIMIT_S
 from unstale.config import ConfigError
+from unstale.durability import virtual_clock
 from unstale.envs import EnvError
 from unstale.envs.dataset import load_reward
 from unstale.rewards.reward_model import RewardModel
@@ -26,19 +30,8 @@ def save(folder: Path, *, labels: int = 1, seed: int = 0) -> Path:
     tokenizer = tiny_policy().tokenizer
     tokenizer.pad_token = "w2"
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=16,
-        pad_token_id=2,
-        num_labels=labels,
-        initializer_range=0.3,
-    )
+    config = judge_config(labels=labels, length=16)
+    config.pad_token_id = 2
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -70,6 +63,32 @@ def test_scores_are_those_of_the_model_and_share_passes(model: RewardModel, fold
     assert sum(model.batches) == len(TEXTS) and max(model.batches) == 3
 
 
+def test_a_deterministic_run_scores_one_conversation_at_a_time(model: RewardModel) -> None:
+    """What waits together depends on the real clock, and padding changes the last digits."""
+
+    async def score() -> list[dict[str, float]]:
+        return await asyncio.gather(*(model.reward(text, {"prompt": "w30"}) for text in TEXTS))
+
+    before = len(model.batches)
+    one, other = (virtual_clock.run(score(), virtual=True) for _ in range(2))
+    assert one == other and model.batches[before:] == [1] * 2 * len(TEXTS)
+
+
+def test_the_score_of_a_cancelled_episode_does_not_stop_the_others(model: RewardModel) -> None:
+    async def score() -> dict[str, float]:
+        cancelled = asyncio.create_task(model.reward("w5", {"prompt": "w30"}))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with suppress(asyncio.CancelledError):
+            await cancelled
+        async with asyncio.timeout(LIMIT_S):
+            return await model.reward("w7", {"prompt": "w30"})
+
+    found = asyncio.run(score())
+    assert found == asyncio.run(model.reward("w7", {"prompt": "w30"}))
+
+
+@pytest.mark.costly
 def test_the_version_is_that_of_the_weights(model: RewardModel, tmp_path: Path) -> None:
     asyncio.run(model.score([{"role": "user", "content": "w5"}]))
     other = RewardModel(save(tmp_path / "liking", seed=1))
@@ -100,7 +119,19 @@ def test_a_process_that_ends_is_an_error_of_the_episode(folder: Path) -> None:
     asyncio.run(broken.reward("w5", {"prompt": "w3"}))
     assert broken._process
     broken._process.kill()
-    with pytest.raises(EnvError, match="liking: its process has ended"):
+    with pytest.raises(EnvError, match=r"liking: its process has ended with SIGKILL$"):
+        asyncio.run(broken.reward("w5", {"prompt": "w3"}))
+    broken.close()
+
+
+def test_the_last_line_of_a_process_that_could_not_start_is_shown(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('not for this processor')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    broken = RewardModel(folder)
+    words = "liking: its process has ended with exit code 1: ImportError: not for this processor"
+    with pytest.raises(EnvError, match=words):
         asyncio.run(broken.reward("w5", {"prompt": "w3"}))
     broken.close()
 

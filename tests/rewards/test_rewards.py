@@ -136,6 +136,7 @@ def test_powers_roots_and_units(reply: str, answer: str, right: int) -> None:
     assert numeric_answer(reply, {"answer": answer}) == right
 
 
+@pytest.mark.costly(cases=3)
 @pytest.mark.parametrize(
     "part", ["9", "9 ", "1,", "\\frac{", "\\sqrt[", "9^", "_{", "1.", " ", "(3"]
 )

@@ -19,6 +19,7 @@ from unstale.engines import EngineDied, SamplingParams, Stopwatch
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import EnvError, Message, Turn
 from unstale.records import (
+    UNREPEATED_TEXT,
     ContextPiece,
     EpisodeRecord,
     Failure,
@@ -41,7 +42,7 @@ from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.generator import Generator
 from unstale.rollout.metrics import describe
 from unstale.rollout.seeds import derive_seed
-from unstale.rollout.timeouts import Attempt, run_to_completion
+from unstale.rollout.timeouts import MOST_IN_ROUND, Attempt, run_to_completion
 
 END = ord(".")
 TASK = Task("toy", "train", 1)
@@ -193,6 +194,40 @@ def test_truncation_is_a_fact_of_the_reply_also_if_the_environment_ends_the_epis
     assert isinstance(whole, Trajectory) and isinstance(first, Trajectory)
     assert (whole.stop, first.stop) == ("done", "done") and "cut_replies" not in whole.facts
     assert share(whole, first) == (0.0, pytest.approx(1 / 3), 0.0)
+
+
+def test_every_piece_is_recorded_when_an_engine_was_interrupted() -> None:
+    """Episodes take turns only after that."""
+    number = 3 * MOST_IN_ROUND
+    arrived: list[PendingPiece] = []
+
+    begun: list[int] = []
+
+    async def second_token(tokens: Sequence[int], params: SamplingParams) -> None:
+        if len(tokens) == len("hi") + 1:
+            begun.append(len(tokens))
+            await asyncio.Event().wait()
+
+    async def main() -> int:
+        script = list(map(ord, "ab."))
+        engine = await awake(ScriptedEngine(lambda *_: script, token_delay=second_token))
+        tasks = Tasks(*[[says("hi"), over()] for _ in range(number)])
+        generator = Generator(engine, LetterChat(), EngineConfig())
+        rollout = Rollout(generator, tasks, RolloutConfig(), on_piece=arrived.append)
+        playing = [
+            asyncio.create_task(rollout.episode(TASK, env_seed=7, noise_seed=each))
+            for each in range(number)
+        ]
+        for _ in range(20 * number):
+            await asyncio.sleep(0)
+        await engine.interrupt()
+        found = len(arrived)
+        for each in playing:
+            each.cancel()
+        await asyncio.wait(playing)
+        return found
+
+    assert asyncio.run(main()) == number
 
 
 def test_turn_and_context_limits_end_an_episode_without_reward() -> None:
@@ -868,6 +903,8 @@ def test_what_has_ended_is_taken_as_it_is() -> None:
     assert go_on(Tasks(), EpisodeRecord(5, told_of.pieces, told_of)) == (told_of, [], [])
     given_up = Failure(TASK, "begin", "EnvError: gone")
     assert go_on(Tasks(), EpisodeRecord(5, (), given_up, failures=2)) == (given_up, [], [])
+    of_text = replace(given_up, error=f"{UNREPEATED_TEXT} piece 2 has other tokens")
+    assert go_on(Tasks(), EpisodeRecord(5, (), of_text, failures=1)) == (of_text, [], [])
     outcome, told, _ = go_on(
         Tasks([*HI]), EpisodeRecord(5, (), given_up, failures=1)
     )  # one attempt is left

@@ -16,8 +16,10 @@ from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import EnvError, Message, ToolCall, Turn
 from unstale.records import (
     NO_BUDGET,
+    ContextPiece,
     EpisodeBudget,
     EpisodeRecord,
+    Fork,
     Group,
     GroupRequest,
     Piece,
@@ -162,6 +164,18 @@ def test_what_is_left_of_a_budget_by_hand() -> None:
     assert BudgetUse(budget).stop(100) == "max_tokens"
     assert BudgetUse(EpisodeBudget(reply_tokens=5)).reply_limit(50) == 5
     assert BudgetUse().stop(1 << 40) is None and BudgetUse().facts() == {}
+
+
+def test_a_fork_has_used_the_budget_of_the_replies_before_it() -> None:
+    said = [Sampled(tuple(map(ord, text)), (-0.5,) * len(text), 0) for text in ("cab.", "cc", ".")]
+    pieces = [ContextPiece((1, 2)), said[0], ContextPiece((3,)), *said[1:], ContextPiece((4,))]
+    prefix = Fork(0, 11).prefix_of(pieces)
+    assert not any(isinstance(piece, Sampled) for piece in prefix)
+    budget = EpisodeBudget(context=50, calls=3, segments=4, segment_tokens=5, segment_calls=9)
+    for begun in (pieces, prefix):
+        used = BudgetUse(budget)
+        used.replay(begun, CallingChat())  # type: ignore[arg-type]
+        assert (used.segment, used.segment_left, used.stop(11)) == (2, 3, "max_turns")
 
 
 def test_a_reply_continues_in_the_next_segment() -> None:

@@ -27,6 +27,8 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import httpx2 as httpx
 import pytest
@@ -47,6 +49,8 @@ from unstale.config import (
     RolloutConfig,
     TaskConfig,
 )
+from unstale.config.options import override
+from unstale.config.techniques import techniques
 from unstale.durability import virtual_clock
 from unstale.durability.journal import Journal, check
 from unstale.engines import EngineDied, Reply, SamplingParams
@@ -55,6 +59,7 @@ from unstale.envs import EnvError
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.registry import build_taskset
+from unstale.recipes import RECIPES
 from unstale.records import (
     ContextPiece,
     Failure,
@@ -799,6 +804,31 @@ def test_what_an_agent_cannot_be_trained_with_is_refused(tmp_path: Path) -> None
         build_rollout(limited, build_taskset(config.task))
 
 
+FORKING: dict[str, dict[str, Any]] = {
+    "bus": {"bus.load": "x", "objective.placed": "guided"},
+    "exemplars": {"objective.placed": "guided"},
+    "hints": {"objective.placed": "anchor"},
+    "regenerate": {"engine.precise_engines": 1, "engine.processes": 2, "engine.quantise": "int4"},
+    "retry": {"objective.placed": "guided"},
+    "search": {},
+    "tree": {"techniques": "tree tree_advantage"},
+}
+"""Options with which each technique that forks episodes can be used, by its name."""
+
+
+def test_the_techniques_that_fork_are_those_of_the_slot() -> None:
+    assert {each.name for each in techniques().values() if each.slot == "strategy"} == {*FORKING}
+
+
+@pytest.mark.parametrize("name", FORKING)
+def test_no_technique_can_fork_episodes_of_an_agent(name: str) -> None:
+    given = {"techniques": name, "schedule.group_size": 8, **FORKING[name]}
+    config = override(RECIPES["calculator"](), given)
+    told = f"technique {name} cannot be used with an ExternalAgent, which cannot be started again"
+    with pytest.raises(ConfigError, match=told):
+        build_rollout(config, ExternalAgent(with_sdk, SUMS))
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("tasks", ["sdk_tasks", "forking_tasks"])
 def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
@@ -912,6 +942,41 @@ def test_serve_answers_until_it_is_stopped() -> None:
                 assert said["usage"]["completion_tokens"] <= 3
             with pytest.raises(Refusal, match="invalid_api_key"):
                 post(url, "another", body)
+        finally:
+            serving.send_signal(signal.SIGINT)
+            assert serving.wait(LIMIT_S) == 130
+
+
+@pytest.mark.costly
+def test_serve_sends_caches_and_tells_the_time_to_the_first_token() -> None:
+    words = ["serve", str(SHIPPED_POLICY), "calculator", "--token", "secret"]
+    words += ["--engine.processes=2", "--engine.prefill_engines=1", "--engine.prefill_ratio=1"]
+    words += ["--engine.send_cache=true", "--engine.move_engines=true"]
+    with Forked(words, forks_children=True) as serving:
+
+        def has_started() -> bool:
+            assert serving.poll() is None, serving.output()
+            return len(serving.output()[0].splitlines()) >= 2
+
+        def metrics(key: str) -> dict[str, float]:
+            headers = {"Authorization": f"Bearer {key}"}
+            page = urlopen(Request(url.replace("/v1", "/metrics"), headers=headers))
+            found: dict[str, float] = json.loads(page.read())
+            return found
+
+        try:
+            wait_until(has_started, "the address and the key")
+            url = serving.output()[0].split()[2]
+            body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+            for _ in range(2):
+                assert post(url, "secret", body)["usage"]["completion_tokens"] > 1
+            found = metrics("secret")
+            assert found["engine/prefill_requests"] + found["engine/decode_requests"] == 2
+            assert found["engine/prefill_requests"] and found["engine/received_tokens"]
+            assert found["group_0/requests"] == 2 and found["group_0/first_token_s"] > 0
+            assert metrics("secret") == found, "the next are measured over 10 seconds"
+            with pytest.raises(HTTPError, match="401"):
+                metrics("another")
         finally:
             serving.send_signal(signal.SIGINT)
             assert serving.wait(LIMIT_S) == 130

@@ -147,6 +147,7 @@ def test_an_asynchronous_run_keeps_its_bound_and_stays_exact(
     assert not events(tmp_path / "runs/run", "engine_lost")
 
 
+@pytest.mark.costly
 def test_replies_continue_when_a_server_dies(
     model: Path, tmp_path: Path, servers: list[FakeVllm]
 ) -> None:
@@ -165,6 +166,7 @@ def test_replies_continue_when_a_server_dies(
     episodes(tmp_path / "runs/run")
 
 
+@pytest.mark.costly
 def test_a_run_ends_when_all_servers_are_dead(
     model: Path, tmp_path: Path, servers: list[FakeVllm]
 ) -> None:

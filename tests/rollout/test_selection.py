@@ -160,4 +160,4 @@ def test_an_allocator_decides_the_size_and_the_journal_gets_it_before() -> None:
     assert more(0.0, 0.0) == 2 and more(0.0, 0.0, 0.0, None) == 2
     assert recorded == [(0, 4), (0, 6)]
     assert more(0.0, 1.0) == more(None, None) == more(0.0, 0.0, 0.0, 0.0, 0.0, None) == 0
-    assert make(config).more(request, ended(0.0)) == 0 and len(recorded) == 2
+    assert make(config).more(request, ended(0.0), 1) == 0 and len(recorded) == 2

@@ -11,6 +11,7 @@ from tests.support.tiny_runs import EVEN_WORDS, EvenTasks, save_tiny
 from unstale.config import EngineConfig
 from unstale.envs import Message
 from unstale.envs.chat import Chat
+from unstale.isolation import IsolatedTasks
 from unstale.model.policy import Policy
 from unstale.records import ContextPiece, Sampled, Task, Trajectory
 from unstale.rollout.generator import Generator
@@ -78,6 +79,10 @@ def test_a_whole_reply_is_corrected_with_its_end(generator: Generator) -> None:
 def test_without_a_checker_the_demonstration_decides(generator: Generator) -> None:
     right = generator.chat.encode_reply(Message("assistant", EVEN_WORDS))
     assert corrected(generator, EvenTasks()) == (2, right)
+    workers: Any = None
+    assert corrected(generator, IsolatedTasks(EvenTasks(), workers)) == (2, right)
+    checked = IsolatedTasks(Checked((0, "w4 w8 w6")), workers)
+    assert corrected(generator, checked) == corrected(generator, Checked((0, "w4 w8 w6")))
     config = replace(generator.config, logit_bias=f"{right[0]}=-inf")
     assert corrected(replace(generator, config=config), EvenTasks()) is None, "a banned token"
 

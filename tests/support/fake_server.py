@@ -42,6 +42,8 @@ class Speech:
         """A function of the log-probabilities `[V]` that is True for the words to draw from."""
         self.kept: list[list[int]] = []
         """The words of every step among which `keep` let it draw."""
+        self.renormalises = True
+        """False if log-probabilities are over the whole vocabulary, whatever `keep` keeps."""
         self._cache = DynamicCache()
 
     @torch.no_grad()
@@ -54,11 +56,13 @@ class Speech:
         ).last_hidden_state
         logits = hidden[0, -1] @ (policy.model.lm_head.weight if head is None else head).T
         logp = (logits / (self.temperature or 1.0)).log_softmax(-1)
+        likely = logp
         if self.keep is not None:
             kept = self.keep(logp)
             self.kept.append(kept.nonzero().squeeze(1).tolist())
-            logp = logp.masked_fill(~kept, -torch.inf).log_softmax(-1)
-        noisy = logp + self.noise(len(self.context), len(logp)) if self.temperature else logp
+            likely = logp.masked_fill(~kept, -torch.inf).log_softmax(-1)
+            logp = likely if self.renormalises else logp
+        noisy = likely + self.noise(len(self.context), len(logp)) if self.temperature else logp
         token = int(noisy.argmax())
         self.context.append(token)
         return token, float(logp[token]), float(logits.log_softmax(-1)[token])

@@ -11,6 +11,7 @@ import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ _DEFAULTS = {
     "ignore_eos": False,
     "sampling_seed": None,
 }
+
+
+def kept_words(asked: Mapping[str, Any], logp: torch.Tensor) -> torch.Tensor:
+    """Return True for the words that SGLang draws from: each limit acts on the whole vocabulary."""
+    likely, order = logp.exp().sort(descending=True)
+    keeps = likely.cumsum(0) - likely <= asked["top_p"]
+    keeps &= torch.arange(len(likely)) < asked["top_k"]
+    keeps &= likely >= asked["min_p"] * likely[0]
+    return torch.zeros_like(keeps).scatter_(0, order, keeps)
 
 
 @dataclass
@@ -169,6 +179,9 @@ class FakeSglang(FakeServer):
         asked = (
             _DEFAULTS | (self._flags["preferred_sampling_params"] or {}) | body["sampling_params"]
         )
+        asked["top_k"] = _ALL if asked["top_k"] == -1 else asked["top_k"]
+        if asked["top_k"] < 1:
+            return 400, {"error": {"message": "top_k must be -1 (disable) or at least 1"}}
         context, room = list(body["input_ids"]), self._flags["context_length"]
         if len(context) >= room:
             return 400, {
@@ -206,6 +219,9 @@ class FakeSglang(FakeServer):
         speech = Speech(
             context, 0.0 if greedy else asked["temperature"], self._noise(asked["sampling_seed"])
         )
+        if not greedy:
+            speech.keep = partial(kept_words, asked)
+        speech.renormalises = False
         req = self.running[rid] = _Req(speech)
         try:
             await self._run(req, asked)

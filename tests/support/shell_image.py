@@ -6,14 +6,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
-PROGRAMS = ("bash", "cat", "chmod", "cp", "find", "grep", "head", "id", "ln", "ls", "mkdir")
-PROGRAMS += ("mkfifo", "mount", "mv", "rm", "rmdir", "sed", "seq", "setsid", "sh", "sleep")
-PROGRAMS += ("touch", "unshare", "yes")
+PROGRAMS = (
+    *("bash", "cat", "chmod", "cp", "find", "grep", "head", "id", "ln", "ls", "mkdir", "mkfifo"),
+    *("mount", "mv", "rm", "rmdir", "sed", "seq", "setsid", "sh", "sleep", "touch", "unshare"),
+    "yes",
+)
 
 
-def write_root(folder: Path) -> None:
-    """Write the programs and the libraries that they need below `folder`."""
-    needed = {path for name in PROGRAMS if (path := shutil.which(name))}
+def write_root(folder: Path, *more: str) -> None:
+    """Write the programs, those in `more`, and the libraries that they need below `folder`."""
+    needed = {path for name in (*PROGRAMS, *more) if (path := shutil.which(name))}
     for program in sorted(needed):
         listed = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
         needed |= set(re.findall(r"(/\S+) \(0x", listed))

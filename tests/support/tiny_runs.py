@@ -41,6 +41,25 @@ def save_tiny(folder: Path, *, experts: int = 0, bitwise: bool = False) -> None:
         Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
+def judge_config(*, labels: int, length: int) -> Qwen3Config:
+    """Return the shape of a tiny reward model for the tokens of `tiny_policy`.
+
+    It has `labels` labels, and reads at most `length` tokens.
+    """
+    return Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=length,
+        num_labels=labels,
+        initializer_range=0.3,
+    )
+
+
 EVEN_WORDS = "w4 w6 w8 w4 w6 w8 w4 w6 w8 w4"
 """A reply of even words."""
 

@@ -87,9 +87,6 @@ def test_interval_gives_more_to_groups_whose_rewards_differ() -> None:
     assert made.more(group(*mixed)) == 0  # there is no price yet
     made.observe([outcome("a", *mixed), outcome("b", *equal, 1.0, added=1)] * 8)
     assert made.more(group(*mixed)) == 4 and made.more(group(*equal)) == 0
-    exploring = allocator("interval", mean=6.0, max=12, explore=1.0)
-    exploring.observe([outcome("a", *mixed), outcome("b", *equal)] * 8)
-    assert exploring.more(group(*equal)) > 0
 
 
 def test_the_utility_of_v0() -> None:
@@ -317,6 +314,18 @@ def test_dars_spends_more_on_hard_tasks() -> None:
     )
     assert dars.share(len) > plain.share(len) + 0.15
     assert dars.share(spread) > plain.share(spread) + 0.08
+
+
+def test_v0_spends_most_on_hard_tasks_and_more_groups_have_equal_rewards() -> None:
+    """Measured with at most 16: 0.32 and 0.50 of episodes, 0.29 and 0.44 of groups."""
+    plain, v0 = (
+        spend(each, first=8, steps=24)
+        for each in (evenly, lambda: allocator("v0", window=16, max=16))
+    )
+    assert v0.mean == pytest.approx(8.0, abs=0.5)
+    assert v0.share(len) > plain.share(len) + 0.1
+    equal = [np.mean([len(set(each)) == 1 for each in one.rewards]) for one in (plain, v0)]
+    assert equal[1] > equal[0] + 0.08
 
 
 def test_interval_raises_the_spread_per_episode() -> None:

@@ -103,12 +103,6 @@ def test_rewards_that_are_no_share_of_success_are_refused() -> None:
     assert sampler.score("a", Random(0)) == pytest.approx(3 / 5)
 
 
-def test_the_state_of_another_release_is_refused() -> None:
-    state = {"version": 2, "tasks": ["a"], "a": [1.0], "b": [2.0], "versions": [2]}
-    with pytest.raises(ConfigError, match="rates of the technique t in the format of another rele"):
-        SuccessTracker("t").restore(state)
-
-
 def test_a_run_without_a_pool_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"beta_sampler needs selection.pool > 0, got 0.*--sel"):
         RunConfig(recipe="mine", techniques="beta_sampler")

@@ -136,12 +136,11 @@ def test_with_old_data_preserve_clip_stops_fewer_tokens_and_learns_more() -> Non
 
 
 def test_echo_narrows_the_clip_of_a_confident_sequence() -> None:
-    """At confidence 1, its width is the mean of the narrowest and the widest."""
-    options = ConfidenceClipConfig(narrowest=0.5, widest=2.5, kappa=2.0)
-    loss, slope = losses(ConfidenceClip(options), [1.5, 1.41, 0.65, 0.75], [1, 1, -1, -1])
-    high, low = 1 + 0.28 * 1.5, 1 - 0.2 * 1.5
-    assert loss.tolist() == pytest.approx([-high, -1.41, low, 0.75])
-    assert slope.tolist() == pytest.approx([0, -1.41, 0, 0.75])
+    """At confidence 1, its width is that of the configured clip."""
+    options = ConfidenceClipConfig()
+    loss, slope = losses(ConfidenceClip(options), [1.5, 1.27, 0.65, 0.85], [1, 1, -1, -1])
+    assert loss.tolist() == pytest.approx([-1.28, -1.27, 0.8, 0.85])
+    assert slope.tolist() == pytest.approx([0, -1.27, 0, 0.85])
     widths = []
     for chance in (0.99, 0.6, 0.1):
         batch = packed(1, 2)
@@ -150,7 +149,7 @@ def test_echo_narrows_the_clip_of_a_confident_sequence() -> None:
         log_ratio = at_sampled(batch, torch.full((2,), 3.0))
         out = ConfidenceClip(options).surrogate(log_ratio, batch, ObjectiveConfig())
         widths.append(-out.loss[batch.sampled][0].item() - 1)
-        expected = 0.28 * (0.5 + 2 * torch.sigmoid(torch.tensor(2 * (1 - chance))).item())
+        expected = 0.28 * (0.5 + torch.sigmoid(torch.tensor(5 * (1 - chance))).item())
         assert widths[-1] == pytest.approx(expected, rel=1e-5)
     assert widths == sorted(widths)
 
@@ -170,12 +169,8 @@ def test_echo_multiplies_advantages_by_entropy_and_confidence() -> None:
     assert out.tolist() == pytest.approx([one] * 3 + [-2 * other] * 3)
 
 
-def test_echo_refuses_other_objectives_and_narrowest_above_widest() -> None:
+def test_echo_refuses_other_objectives() -> None:
     with pytest.raises(
         ConfigError, match=r"confidence_clip needs objective.loss_type = ppo_clip, got cispo"
     ):
         override(NONE, {"techniques": "confidence_clip", "objective.loss_type": "cispo"})
-    with pytest.raises(
-        ConfigError, match=r"confidence_clip.narrowest must be <= confidence_clip.widest, got 2"
-    ):
-        ConfidenceClipConfig(narrowest=2.0)

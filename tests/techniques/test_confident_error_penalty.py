@@ -35,7 +35,7 @@ def shaped(shift: float, advantage: float, **options: object) -> Tensor:
         (-50.0, {}, 1.0),
         (4.0, {"alpha": 0.5}, 1 + 0.5 * math.log(1 + math.exp(4))),
         (4.0, {"over": "mean"}, 1 + math.log(1 + math.exp(2))),
-        (500.0, {"max_shift": 3.0}, 1 + math.log(1 + math.exp(3))),
+        (500.0, {}, 1 + math.log(1 + math.exp(10))),
     ],
 )
 def test_negative_advantages_grow_with_the_confidence_shift(

@@ -25,8 +25,7 @@ def factor(*weights: float, **options: object) -> float:
 def test_the_factor_is_the_share_of_effective_sequences() -> None:
     """For weights 1, 1, 1, 5 the ESS is 64 / 28."""
     assert factor(1, 1, 1, 5) == pytest.approx(math.sqrt(64 / 28 / 4))
-    assert factor(1, 1, 1, 5, law="linear") == pytest.approx(64 / 28 / 4)
-    assert factor(1, 1, 1, 5, law="linear", base=0.8) == pytest.approx(64 / 28 / 4 / 0.8)
+    assert factor(1, 1, 1, 5, base=0.8) == pytest.approx(math.sqrt(64 / 28 / 4 / 0.8))
     assert factor(1, 1, 1, 5, base=0.5) == 1.0
     assert factor(3, 3, 3) == factor(2) == 1.0
     far = StepSeen(torch.tensor([-3000.0, 2000.0], dtype=torch.float64), grad_norm=1.0)

@@ -59,7 +59,7 @@ def test_the_limit_grows_with_the_entropy(of: str, tau: float, expected: str) ->
     ("values", "message"),
     [
         ({"estr.tau": 0}, r"estr.tau must be above 0, got 0: no value of the paper is known"),
-        ({"techniques": "estr replay"}, "estr cannot be used with replay: stored groups have no"),
+        ({"techniques": "estr replay"}, "estr is not built with replay: stored groups have no"),
         ({"engine.top_p": 0.9}, "estr with these options needs sampling from the whole vocabulary"),
         ({"engine.backend": "vllm"}, "estr with these options needs engine.backend = embedded"),
         (

@@ -165,6 +165,7 @@ def test_guided_attempts_have_the_exact_gradient_of_the_plain_prompt() -> None:
         assert factor * exact > 9 * error, "the test tells 0 apart"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("placed", "at_least"), [("anchor", 0.99), ("guided", 0.5)])
 def test_the_success_without_examples_leaves_0(placed: str, at_least: float) -> None:
     technique, logit = made(), math.log(0.02 / 0.98)

@@ -250,6 +250,7 @@ def save(path: Path, solved: dict[str, list[bool]]) -> Path:
     return path
 
 
+@pytest.mark.costly
 def test_the_router_sends_tasks_to_the_policy_that_fits(tmp_path: Path) -> None:
     """One policy solves sums, the other proofs. A dear third one solves both."""
     rng = np.random.default_rng(0)
@@ -278,5 +279,5 @@ def test_the_router_sends_tasks_to_the_policy_that_fits(tmp_path: Path) -> None:
         dispatch({"n0": "add up"}, results, [1, 1, 5], 0)
     with pytest.raises(ConfigError, match="Evaluate more tasks"):
         route(dict(list(texts.items())[:9]), results, [1, 1, 5], 0)
-    with pytest.raises(ConfigError, match="is no file of `unstale eval --save`"):
+    with pytest.raises(ConfigError, match="is not a file of `unstale eval --save`"):
         read_counts(tmp_path / "none.jsonl")

@@ -211,7 +211,7 @@ def open_lock(seed: int, placed: Any, **options: Any) -> float:
         ("mask", 1, 0.07, 0.05),
     ],
 )
-@pytest.mark.costly(cases=2)
+@pytest.mark.costly(cases=1)
 def test_hints_open_the_lock_if_they_are_trained_on(
     placed: str, noise: float, expected: float, error: float
 ) -> None:

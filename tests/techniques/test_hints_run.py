@@ -62,7 +62,9 @@ def test_hints_are_recorded_and_trained_on_and_the_text_after_them_is_exact(
 
 def test_tasks_without_solutions_are_refused_before_the_run(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"has no demonstration: set hints.solution"):
+    with pytest.raises(
+        ConfigError, match=r"hints needs demonstration.. or data_of.. of the task set"
+    ):
         session.train(
             configure(tmp_path / "model", tmp_path, f"{ToyTasks.__module__}:ToyTasks"),
             console=quiet(),

@@ -51,24 +51,33 @@ STOP = 12
 
 @dataclass
 class Draws:
-    """The draws of one run, and the next run's beginning: every run is made once."""
+    """The draws of one run, and the next run's beginning: every run is made once.
 
-    planned: list[int] = field(default_factory=list)
-    made: list[tuple[int, int]] = field(default_factory=list)
+    A draw is known by its round, its episode's seed and its place. Draws of one round depend only
+    on draws that are smaller in this order, whichever episode happens to go on first.
+    """
+
+    planned: dict[tuple[float, ...], int] = field(default_factory=dict)
+    made: dict[tuple[float, ...], tuple[int, int]] = field(default_factory=dict)
     p: float = 1.0
+    round: int = 0
 
-    def draw(self, p: Sequence[float]) -> int:
-        place = len(self.made)
-        chosen = self.planned[place] if place < len(self.planned) else 0
-        self.made.append((chosen, len(p)))
+    def draw(self, p: Sequence[float], *place: float) -> int:
+        key = (self.round, *place)
+        assert key not in self.made
+        chosen = self.planned.get(key, 0)
+        self.made[key] = chosen, len(p)
         self.p *= p[chosen]
         return chosen
 
     def following(self) -> "Draws | None":
-        made = list(self.made)
-        while made and made[-1][0] + 1 == made[-1][1]:
+        made = sorted(self.made.items())
+        while made and made[-1][1][0] + 1 == made[-1][1][1]:
             made.pop()
-        return Draws([*(chosen for chosen, _ in made[:-1]), made[-1][0] + 1]) if made else None
+        planned = {key: chosen for key, (chosen, _) in made}
+        if made:
+            planned[made[-1][0]] += 1
+        return Draws(planned) if made else None
 
 
 class Words:
@@ -162,7 +171,7 @@ class Seeded(Draws):
         super().__init__()
         self._random = Random(seed)
 
-    def draw(self, p: Sequence[float]) -> int:
+    def draw(self, p: Sequence[float], *place: float) -> int:
         return self._random.choices(range(len(p)), p)[0]
 
 
@@ -172,7 +181,8 @@ async def generator_of(words: Words, draws: Draws) -> Generator:
         reply: list[int] = []
         while len(reply) < params.max_tokens and STOP not in reply:
             prefix = (*text, *reply)
-            reply.append(words.choices(prefix)[draws.draw(words.of(prefix).tolist())])
+            place = params.seed, len(prefix)
+            reply.append(words.choices(prefix)[draws.draw(words.of(prefix).tolist(), *place)])
         return reply
 
     engine = ScriptedEngine(script, signals=words.signals)
@@ -206,10 +216,13 @@ def runs(words: Words, options: TreeConfig, size: int) -> Iterator[tuple[float, 
         class Drawn:
             """Random numbers below and above a probability of 1/2."""
 
-            def __init__(self, seed: int) -> None: ...
+            def __init__(self, seed: int, current: Draws = current) -> None:
+                self._draws, self._number = current, 0
+                current.round += 1
 
-            def random(self, current: Draws = current) -> float:
-                return 0.25 + 0.5 * current.draw((0.5, 0.5))
+            def random(self) -> float:
+                self._number += 1
+                return 0.25 + 0.5 * self._draws.draw((0.5, 0.5), -1, self._number)
 
         patch.setattr(rounds_module, "Random", Drawn)
         group = asyncio.run(one_run(words, LiveTree(options), size, current))
@@ -272,7 +285,7 @@ def test_an_episode_that_fails_before_its_recorded_places_does_not_end_a_resumed
 
     async def run_twice() -> Group:
         tasks: Any = Failing(words)
-        generator = await generator_of(words, Draws([]))
+        generator = await generator_of(words, Seeded(0))
         rows: list[Mapping[str, Any]] = []
         request = GroupRequest(0, TASK, 0, 0, sizes=(2,))
         made = Rounds(LiveTree(options), request, 4, lambda number, row: rows.append(row))
@@ -519,6 +532,7 @@ def is_mixed(episodes: Sequence[Trajectory]) -> bool:
     return len({each.reward for each in episodes}) > 1
 
 
+@pytest.mark.costly
 def test_pruning_by_a_learned_forecast_leaves_more_mixed_groups_for_fewer_tokens() -> None:
     """The forecast learns from the survivors of the first 60 groups."""
     options = TreeConfig(branch="none", roots=8, every=4, prune="mixed", keep=0.5, spare=0.0)
@@ -585,7 +599,7 @@ def test_a_forecast_learns_from_survivors_by_their_weight_and_is_restored() -> N
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"engine.backend": "vllm"}, "servers do not return the entropy"),
+        ({"engine.backend": "vllm"}, "not built for servers, which do not return the entropy"),
         ({"engine.top_p": 0.9}, "needs sampling from the whole vocabulary, got engine.top_p"),
         ({"tree.roots": 1}, "tree.roots must be from 2 to schedule.group_size"),
         ({"tree.prune": "similar", "tree.branch": "none"}, "tree.branch none makes no forks"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.groups import group, made
-from unstale.builders.sampling import require_answers
+from unstale.builders.sampling import require_methods
 from unstale.config import ConfigError, SelectionConfig
 from unstale.config.options import override
 from unstale.envs import task_answer
@@ -194,10 +194,12 @@ def test_what_would_use_labels_is_refused() -> None:
         override(calculator, {"techniques": "majority", "schedule.resampled_groups": 2})
     allowed = {"techniques": "majority tool_bonus segments outer_step episode_filter"}
     override(calculator, {**allowed, "schedule.group_size": 8})
-    require_answers(chosen, CalculatorTasks())
+    require_methods(chosen, CalculatorTasks())
     retail = override(RECIPES["retail"](), {"techniques": "majority"})
-    with pytest.raises(ConfigError, match="majority compares answers, and the tasks of retail"):
-        require_answers(retail, build_taskset(retail.task))
+    with pytest.raises(
+        ConfigError, match=r"majority needs answer_of\(\) of the task set, and retail"
+    ):
+        require_methods(retail, build_taskset(retail.task))
 
 
 def test_test_time_training_draws_the_held_out_tasks() -> None:

@@ -72,17 +72,17 @@ def test_the_estimate_of_the_noise_is_unbiased() -> None:
 
 
 def test_the_factor_is_the_share_that_is_not_noise() -> None:
-    assert controller(base=1, decay=0).plan(seen(1, 4)).lr_factor == 0.75
-    assert controller(base=1.5, decay=0).plan(seen(1, 4)).lr_factor == 0.5
-    assert controller(decay=0).plan(seen(1, 4)).lr_factor == 1.0
-    assert controller(decay=0).plan(seen(9, 4)).lr_factor == 0.2
-    assert controller(decay=0, lowest=1).plan(seen(9, 4)).lr_factor == 1.0
+    assert controller(base=1).plan(seen(1, 4)).lr_factor == 0.75
+    assert controller(base=1.5).plan(seen(1, 4)).lr_factor == 0.5
+    assert controller().plan(seen(1, 4)).lr_factor == 1.0
+    assert controller().plan(seen(9, 4)).lr_factor == 0.2
+    assert controller(lowest=1).plan(seen(9, 4)).lr_factor == 1.0
     unknown = controller().plan(seen(math.nan, 4))
     assert unknown.lr_factor == 1.0 and math.isnan(unknown.metrics["outer_step/signal_share"])
-    averaged = controller(base=1, decay=0.5)
+    averaged = controller(base=1)
     averaged.plan(seen(1, 4))
-    plan = averaged.plan(seen(5, 8))  # noise .25 + 2.5, squared norm 1 + 4
-    assert plan.lr_factor == pytest.approx(1 - 2.75 / 5)
+    plan = averaged.plan(seen(5, 8))  # noise .09 + .5, squared norm .36 + .8
+    assert plan.lr_factor == pytest.approx(1 - 0.59 / 1.16)
 
 
 def test_a_step_over_the_limit_of_the_kl_is_left_out() -> None:
@@ -114,7 +114,6 @@ def test_the_averages_change_when_a_batch_was_trained_on() -> None:
             {"outer_step.max_kl": 0.1, "old_logps.route": "current_recompute"},
             "outer_step.max_kl = 0.1 needs a route .* got old_logps.route = current_recompute",
         ),
-        ({"outer_step.decay": 1.0}, "outer_step.decay must be below 1"),
     ],
 )
 def test_what_it_does_not_fit_is_refused(values: dict, message: str) -> None:

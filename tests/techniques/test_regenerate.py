@@ -85,6 +85,7 @@ def test_what_cannot_be_is_refused(values: dict[str, Any], message: str) -> None
         override(RunConfig(recipe="mine"), NEEDED | values)
 
 
+@pytest.mark.costly
 def test_a_run_trains_on_what_engines_without_rounding_sampled(tmp_path: Path) -> None:
     """Its tokens have the log-probabilities of the policy, and the explored ones have not."""
     save_tiny(tmp_path / "model")

@@ -6,6 +6,7 @@ right learns nothing from its own episodes.
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from tests.support.groups import TASK
 from tests.support.tiny_runs import EVEN_WORDS, save_tiny, tiny_run
 from tests.techniques.test_tree_run import require_plain
 from unstale.cli import session
-from unstale.config import ConfigError
+from unstale.config import ConfigError, make_task
 from unstale.config.options import override
 from unstale.durability.journal import Journal, check
+from unstale.lint import check as lint
 from unstale.model.policy import Policy
 from unstale.recipes import RECIPES
 from unstale.records import (
@@ -242,7 +244,7 @@ def open_lock(seed: int, placed: Any, **options: Any) -> tuple[float, int]:
         ("anchor", False, 0.963, 5800),
     ],
 )
-@pytest.mark.costly(cases=2)
+@pytest.mark.costly(cases=1)
 def test_retries_open_the_lock_if_they_are_trained_on(
     placed: str, train_shared: bool, expected: float, tokens: int
 ) -> None:
@@ -257,6 +259,7 @@ def advise(self: PolicyTexts, text: Trajectory) -> str:
     return '{"cause": "?", "advice": "w4 w6", "step": 2}'
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("placed", ["guided", "anchor"])
 def test_a_run_records_retries_with_their_advice_and_trains_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed: str, forked_children: None
@@ -304,6 +307,57 @@ def test_a_run_trains_on_right_replies_of_demonstrations(
         (right,) = each.fork.text if each.fork else ()
         assert isinstance(right, Placed) and right.provenance == Provenance.FOREIGN
         assert policy.tokenizer.decode(list(right.tokens[:-1])).strip() == EVEN_WORDS
+
+
+@pytest.mark.costly
+def test_the_recipe_hard_tasks_trains_as_shipped(tmp_path: Path, forked_children: None) -> None:
+    """Only without the waits of its simulated tools."""
+    changes = {"runs": str(tmp_path), "max_steps": 1, "eval.tasks": 0, "task.latency_s": 0.0}
+    run = session.train(override(RECIPES["hard_tasks"](), changes), console=quiet())
+    (row,) = (each for each in run.metrics if "trainer/grad_norm" in each)
+    assert row["trainer/grad_norm"] > 0 and row["retry/episode_share"] > 0
+    assert row["retry/gain_mean"] > 0.5, "corrected attempts succeed"
+
+
+@pytest.mark.parametrize(
+    ("values", "needed"),
+    [
+        ({"techniques": "retry", "retry.rule": "correct"}, "correction.. or demonstration.."),
+        ({"techniques": "hints"}, "demonstration.. or data_of.."),
+        ({"techniques": "majority"}, "answer_of.."),
+    ],
+)
+def test_a_run_is_refused_at_its_start_if_its_tasks_lack_what_a_technique_needs(
+    values: dict, needed: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path / "model")
+    tasks = {"task.env": "tests.support.toy:ToyTasks"}
+    schedule = {"schedule.group_size": 4, "objective.placed": "anchor"}
+    config = override(tiny_run(tmp_path / "model", tmp_path), {**tasks, **schedule, **values})
+    assert re.search(f"and {needed} of its tasks for", lint(config).facts["not read"])
+    with pytest.raises(ConfigError, match=f"needs {needed} of the task set, and toy has none"):
+        session.train(config, console=quiet())
+
+
+@pytest.mark.parametrize(
+    ("env", "values", "refused"),
+    [
+        ("calculator", {"techniques": "retry", "retry.rule": "correct"}, True),
+        ("retail", {"techniques": "retry", "retry.rule": "correct"}, False),
+        ("desks", {"techniques": "hints"}, False),
+        ("calculator", {"techniques": "majority"}, False),
+        ("desks", {"techniques": "majority"}, True),
+    ],
+)
+def test_the_linter_knows_what_the_environments_of_the_package_have(
+    env: str, values: dict, refused: bool
+) -> None:
+    config = override(
+        replace(RECIPES["retail"](), task=make_task(env)), {"objective.placed": "anchor", **values}
+    )
+    (name, *_) = values.values()
+    found = [each.wrong for each in lint(config).refusals]
+    assert found == ([f"{name} at task.env {env}"] if refused else [])
 
 
 @pytest.mark.parametrize(

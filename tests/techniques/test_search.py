@@ -1,7 +1,7 @@
 """Search trees over whole answers: places of nodes, their rewards, and the best of a group."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.cli.test_run import quiet
+from tests.support.tiny_runs import save_tiny, tiny_run
+from unstale.cli import session
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
+from unstale.durability.journal import Journal, check
 from unstale.records import ContextPiece, Fork, Group, Sampled, Task, Trajectory
 from unstale.research.techniques.search import OTHER, Search, SearchConfig, role_of
 from unstale.techniques.hooks import CreditContext
@@ -76,7 +80,7 @@ def test_a_group_ends_when_it_has_its_number_of_answers() -> None:
     first = [answer(0, "a", 0.5), answer(1, "b", 0.0)]
     second = [answer(2, "c", 0.0), answer(3, "d", 0.0)]
     assert len(grown(search, first)) == 2 and len(grown(search, first, second)) == 1
-    assert grown(search, first, second, [answer(4, "e", 0.0)]) == ()
+    assert grown(search, first, second, [answer(4, "e", 0.0)]) == []
 
 
 def test_nodes_are_added_where_rewards_are_high() -> None:
@@ -132,63 +136,123 @@ def agent(folder: Path, name: str, **options: Any) -> Search:
     return Search(SearchConfig(**{**values, **options}))
 
 
+CHECK = SearchConfig().requests[0]
+
+
 def test_an_answer_of_another_policy_is_a_place_of_the_tree(tmp_path: Path) -> None:
-    one, other = agent(tmp_path, "one"), agent(tmp_path, "other")
+    one, other = agent(tmp_path, "one"), agent(tmp_path, "other", number=30)
     grown(one, [answer(0, "low", 0.0), answer(1, "high", 1.0)])
     notes = set()
-    for seed in range(40):
-        (fork,) = grown(other, [replace(answer(3, "no", 0.0), seed=seed)])
-        notes |= {fork.note.partition("\n\n" + SearchConfig().requests[0])[0]} if fork else set()
-    earlier = "\n\nAn earlier answer was:\nno"
-    assert {note for note in notes if note.startswith(OTHER)} == {
-        f"{OTHER}high",
-        f"{OTHER}high\n\n{SearchConfig().requests[1]}",
-    }, "the best one of a round"
-    assert any(note.startswith(earlier) for note in notes)
-    said = Fork(3, 0, note=f"{OTHER}high\n\n{SearchConfig().requests[0]}")
-    nodes = [answer(3, "no", 0.0), answer(4, "a", 1.0, said), answer(5, "b", 0.0, said)]
+    for number in range(60):
+        for fork in grown(other, [answer(100 + 32 * number, "no", 0.0)]):
+            notes |= {fork.note.removesuffix(f"\n\n{CHECK}")} if fork else set()
+    assert {f"{OTHER}high", f"{OTHER}low"} <= notes
+    assert "\n\nAn earlier answer was:\nno" in notes
+
+
+def test_parents_and_siblings_of_other_policies_count_in_the_reward(tmp_path: Path) -> None:
+    """A foreign parent of 1/2 has children 1 and 0: 1.375 and -0.375, as with an own parent."""
+    one, other = agent(tmp_path, "one"), agent(tmp_path, "other")
+    grown(one, [answer(0, "half", 0.5)])
+    said = Fork(3, 0, note=f"{OTHER}half\n\n{CHECK}")
+    children = [answer(4, "a", 1.0, said), answer(5, "b", 0.0, said)]
+    nodes = [answer(3, "no", 0.0), *children]
+
+    def rewards(search: Search, *nodes: Trajectory) -> list[float]:
+        context = replace(CONTEXT, metrics={})
+        (changed,) = search.reward([Group(TASK, nodes)], context)
+        assert context.metrics["search/other_share"] == float(search is other)
+        return [each.reward for each in changed.trajectories]
+
+    assert rewards(other, *nodes) == [0.0, 1.375, -0.375]
+    assert rewards(other, *nodes[:2]) == [0.0, 1.25], "without siblings, only its parent counts"
+    grown(other, nodes[:1], children)
+    own = answer(1, "c", 1.0, Fork(0, 0, note=f"\n\nAn earlier answer was:\nhalf\n\n{CHECK}"))
+    assert rewards(one, answer(0, "half", 0.5), own) == [0.5, 1.25], "beside the children of other"
+    third = agent(tmp_path, "third")
+    grown(one, [answer(0, "half", 0.5)], [own])
     context = replace(CONTEXT, metrics={})
-    (changed,) = other.reward([Group(TASK, tuple(nodes))], context)
-    assert [each.reward for each in changed.trajectories] == [0.0, 1.5, -0.5], "no parent's reward"
-    assert context.metrics["search/other_share"] == 1
-    (changed,) = other.reward([Group(TASK, tuple(nodes[:2]))], context)
-    assert changed.trajectories[1].reward == 1.0, "nothing to compare with"
+    (changed,) = third.reward([Group(TASK, (answer(7, "d", 1.0, said),))], context)
+    assert changed.trajectories[0].reward == pytest.approx(1 + 0.5 * (1 - (0.25 + 1 / 3)))
 
 
-def best_of(search: Search, fixes: Sequence[int], seed: int) -> float:
-    """Return the best share of right positions in a group of 8. The policy repairs `fixes`."""
-    random = Random(seed)
+def test_a_resumed_group_has_the_same_draws_though_the_tree_has_grown(tmp_path: Path) -> None:
+    one, other = agent(tmp_path, "one"), agent(tmp_path, "other")
+    grown(one, [answer(50, "theirs", 0.5)])
+    rounds = [[answer(0, "own", 0.5)]]
+    before = []
+    for number in range(1, 4):
+        before.append(grown(other, *rounds))
+        rounds.append([answer(number, f"own{number}", 0.5, *before[-1])])
+    grown(one, *([answer(60 + i, f"more{i}", 1.0)] for i in range(8)))
+    resumed = agent(tmp_path, "other")
+    assert [grown(resumed, *rounds[:i]) for i in (1, 2, 3)] == before
+    changed = [[answer(0, "own", 0.4)]]
+    assert grown(resumed, *changed) != () and grown(resumed, *rounds[:1]) == before[0]
+
+
+def tree_of(
+    search: Search, seed: int, answer_to: Callable[[str], tuple[str, float]]
+) -> list[float]:
+    """Let a search make a group. Return the rewards. `answer_to` is the policy."""
     nodes: list[Trajectory] = []
     rounds: list[list[Trajectory]] = []
     forks: Sequence[Fork | None] = (None,)
     while forks:
         rounds.append([])
         for fork in forks:
-            text = ["b"] * POSITIONS
-            if fork is not None:
-                text = [*fork.note.split(" was:\n")[1][:POSITIONS]]
-            for place in fixes:
-                text[place] = "a" if text[place] == "a" else random.choice(WORDS)
-            node = answer(len(nodes), "".join(text), opened("".join(text)), fork)
+            earlier = fork.note.split(" was:\n")[1][:POSITIONS] if fork else "b" * POSITIONS
+            node = answer(seed * 8 + len(nodes), *answer_to(earlier), fork)
             nodes.append(replace(node, seed=seed * 100 + len(nodes)))
             rounds[-1].append(nodes[-1])
         forks = grown(search, *rounds)
-    return max(each.reward for each in nodes)
+    return [each.reward for each in nodes]
+
+
+def test_an_agent_with_better_rewards_gets_more_of_the_draws(tmp_path: Path) -> None:
+    """Each run makes the answers that are drawn for its own policy, and leaves the others."""
+    made = {"good": 0, "bad": 0}
+    for seed in range(10):
+        pair = {name: agent(tmp_path / str(seed), name) for name in made}
+        for visit in range(3):
+            for name, search in pair.items():
+                text = (f"{name}{seed}{visit}...."[:POSITIONS], float(name == "good"))
+                rewards = tree_of(search, visit * 1001 + seed, lambda _, text=text: text)
+                made[name] += len(rewards) - 1 if visit else 0
+    assert made["good"] > 10 * made["bad"] > 0, made
 
 
 @pytest.mark.costly
 def test_policies_with_different_skills_reach_more_in_a_common_tree(tmp_path: Path) -> None:
     """One repairs the even positions, the other one the odd ones."""
+
+    def repaired(fixes: range, random: Random) -> Callable[[str], tuple[str, float]]:
+        def repair(earlier: str) -> tuple[str, float]:
+            text = [*earlier]
+            for place in fixes:
+                text[place] = "a" if text[place] == "a" else random.choice(WORDS)
+            return "".join(text), opened("".join(text))
+
+        return repair
+
     found: dict[str, list[float]] = {"apart": [], "common": []}
+    number = dict.fromkeys(found, 0)
+    even, odd = range(0, POSITIONS, 2), range(1, POSITIONS, 2)
     for seed in range(40):
         for name in found:
             folder = tmp_path / f"{name}{seed}"
-            pair = [agent(folder / (who if name == "apart" else ""), who) for who in ("x", "y")]
-            even, odd = range(0, POSITIONS, 2), range(1, POSITIONS, 2)
-            best = [best_of(pair[0], even, seed), best_of(pair[1], odd, seed + 1000)]
-            found[name].append(max([*best, best_of(pair[0], even, seed + 2000)]))
+            x, y = (agent(folder / (who if name == "apart" else ""), who) for who in ("x", "y"))
+            rewards = []
+            for search, fixes, place in (
+                (x, even, seed),
+                (y, odd, seed + 1000),
+                (x, even, seed + 2001),
+            ):
+                rewards += tree_of(search, place, repaired(fixes, Random(place)))
+            found[name].append(max(rewards))
+            number[name] += len(rewards)
     means = {name: round(fmean(values), 2) for name, values in found.items()}
-    assert means == {"apart": 0.44, "common": 0.6}
+    assert (means, number) == ({"apart": 0.44, "common": 0.52}, {"apart": 960, "common": 888})
 
 
 @pytest.mark.parametrize(
@@ -209,3 +273,29 @@ def test_what_a_search_lacks_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         override(RunConfig(recipe="x"), {"techniques": "search"} | options)
+
+
+@pytest.mark.usefixtures("forked_children")
+@pytest.mark.costly
+def test_two_runs_with_one_folder_train_their_policies_on_one_tree(tmp_path: Path) -> None:
+    """The second run improves answers of the first one, and the first one, resumed, its answers."""
+    save_tiny(tmp_path / "model")
+    config = tiny_run(tmp_path / "model", tmp_path, max_steps=2)
+    config = replace(config, schedule=replace(config.schedule, group_size=6))
+    shared = {"techniques": "search", "deterministic": False, "search.folder": str(tmp_path / "x")}
+    shared |= {"search.roles": "w4", "search.first": 1}
+    one = override(config, {**shared, "search.node": "one", "name": "one"})
+    other = override(config, {**shared, "search.node": "other", "name": "other", "max_steps": 8})
+    runs = [session.train(each, console=quiet()) for each in (one, other)]
+    runs.append(session.resume(runs[0].folder, replace(one, max_steps=8), console=quiet()))
+    for run in runs[1:]:
+        assert {row["old_logps/exact_share"] for row in run.metrics} == {1.0}
+        assert max(row["search/other_share"] for row in run.metrics) > 0
+        assert max(row["trainer/grad_norm"] for row in run.metrics) > 0
+        assert run.metrics[-1]["search/lost"] == 0
+        with Journal.read(run.folder) as reader:
+            assert check(reader) == []
+    assert {path.name.partition(".")[0] for path in (tmp_path / "x").glob("*/*.json")} == {
+        "one",
+        "other",
+    }

@@ -2,9 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations_with_replacement, product
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
+from unstale.lint.techniques import TREE_BIASES
 from unstale.records import (
     SURVIVAL,
     ContextPiece,
@@ -28,7 +29,11 @@ from unstale.records import (
 )
 from unstale.research.techniques.balance import Balance, BalanceConfig
 from unstale.research.techniques.tree import Tree, TreeConfig
-from unstale.research.techniques.tree_advantage import TreeAdvantage, TreeAdvantageConfig
+from unstale.research.techniques.tree_advantage import (
+    TreeAdvantage,
+    TreeAdvantageConfig,
+    leaf_weights,
+)
 from unstale.rollout.answers import last_reply
 from unstale.signals import Signals
 from unstale.techniques.hooks import CreditContext, Outcome, Techniques
@@ -54,6 +59,8 @@ class Bits:
         self.reward = dict(zip(texts, rewards.tolist(), strict=True))
         if len(set(self.reward.values())) < 2:
             self.reward[texts[0]] = 1 - self.reward[texts[0]]
+        self.scores = {step: self._score(*step) for step in product(PREFIXES, (0, 1))}
+        """For each prefix and next token the gradient of log p(token | prefix) by all logits."""
 
     def of(self, prefix: tuple[int, ...]) -> np.ndarray:
         return self.p[PREFIXES.index(prefix)]
@@ -65,8 +72,15 @@ class Bits:
     def median_entropy(self) -> float:
         return float(np.median([self.entropy(prefix) for prefix in PREFIXES]))
 
-    def score(self, prefix: tuple[int, ...], token: int) -> np.ndarray:
-        """Return the gradient of log p(token | prefix) by all logits."""
+    def score(self, text: tuple[int, ...], weights: Sequence[float]) -> np.ndarray:
+        """Return the weighted sum of the scores of a text's tokens."""
+        steps = ((text[:n], text[n]) for n in range(LENGTH))
+        return sum(
+            (weight * self.scores[step] for weight, step in zip(weights, steps, strict=True)),
+            np.zeros_like(self.p),
+        )
+
+    def _score(self, prefix: tuple[int, ...], token: int) -> np.ndarray:
         gradient = np.zeros_like(self.p)
         gradient[PREFIXES.index(prefix)] = -self.of(prefix)
         gradient[PREFIXES.index(prefix), token] += 1
@@ -77,38 +91,59 @@ class Bits:
         for text, reward in self.reward.items():
             steps = [(text[:n], text[n]) for n in range(LENGTH)]
             p = math.prod(self.of(prefix)[token] for prefix, token in steps)
-            total += p * reward * sum(self.score(*step) for step in steps)
+            total += self.score(text, [p * reward] * LENGTH)
         return total
 
     def trees(
-        self, prefix: tuple[int, ...], width: Callable[[tuple[int, ...]], int]
+        self,
+        prefix: tuple[int, ...],
+        width: Callable[[tuple[int, ...]], int],
+        *,
+        second: bool = False,
     ) -> list[tuple[float, Node]]:
-        """Return every tree with its probability. `width` is the number of branches at a prefix."""
+        """Return every tree with its probability. `width` is the number of branches at a prefix.
+
+        Branches are sorted, as their order makes no difference. With `second`, the second branch of
+        two begins with the token that the first one did not sample.
+        """
         if len(prefix) == LENGTH:
             return [(1.0, (prefix, ()))]
         one = [
             (self.of(prefix)[token] * p, tree)
             for token in (0, 1)
-            for p, tree in self.trees((*prefix, token), width)
+            for p, tree in self.trees((*prefix, token), width, second=second)
         ]
-        return [
-            (math.prod(p for p, _ in chosen), (prefix, tuple(tree for _, tree in chosen)))
-            for chosen in product(one, repeat=width(prefix))
-        ]
+        found: dict[Node, float] = {}
+        for chosen in product(one, repeat=width(prefix)):
+            chance, branches = math.prod(p for p, _ in chosen), [tree for _, tree in chosen]
+            if second and len(branches) == 2:
+                token, other = (tree[0][-1] for tree in branches)
+                chance *= (token != other) / self.of(prefix)[other]
+            else:
+                branches.sort()
+            node = (prefix, tuple(branches))
+            found[node] = found.get(node, 0.0) + chance
+        return [(p, node) for node, p in found.items()]
 
-    def retro(self) -> list[tuple[float, Node]]:
-        """Return trees with one fork where the entropy of the finished first episode is largest."""
-        found = []
+    def retro(self, by: Callable[[tuple[int, ...]], list[float]]) -> list[tuple[float, Node]]:
+        """Return trees with one fork where `by` is largest in the finished first episode."""
+        found: dict[Node, float] = {}
         for p, tree in self.trees((), lambda prefix: 1):
             text = next(leaves(tree))
-            place = int(np.argmax([self.entropy(text[:n]) for n in range(LENGTH)]))
+            place = int(np.argmax(by(text)))
             for q, branch in self.trees(text[:place], lambda prefix: 1):
-                below = (line(text, place + 1), branch[1][0])
-                node: Node = (text[:place], below)
+                node: Node = (text[:place], tuple(sorted([line(text, place + 1), branch[1][0]])))
                 for n in range(place - 1, -1, -1):
                     node = (text[:n], (node,))
-                found.append((p * q, node))
-        return found
+                found[node] = found.get(node, 0.0) + p * q
+        return [(p, node) for node, p in found.items()]
+
+    def entropies(self, text: tuple[int, ...]) -> list[float]:
+        return [self.entropy(text[:n]) for n in range(LENGTH)]
+
+    def surprises(self, text: tuple[int, ...]) -> list[float]:
+        """Return -p of each token. The first one is not forked."""
+        return [-1.0, *(-float(self.of(text[:n])[text[n]]) for n in range(1, LENGTH))]
 
 
 def leaves(tree: Node) -> Iterator[tuple[int, ...]]:
@@ -162,26 +197,124 @@ def estimate(group: Group, rule: Any) -> list[ScoredTrajectory]:
     return TreeAdvantage(TreeAdvantageConfig(rule=rule)).estimate([group], CONTEXT)
 
 
-def mean_gradient(problem: Bits, one: list[tuple[float, Node]], rule: str) -> np.ndarray:
-    """Return the mean gradient of groups of two trees. Each token counts in its own episode."""
-    total = np.zeros_like(problem.p)
-    for (p, first), (q, second) in product(one, repeat=2):
+Scored = Sequence[tuple[Trajectory, Sequence[float]]]
+"""Episodes, and the advantage of each of their tokens."""
+Estimator = Callable[[Group, Sequence[Node]], Scored]
+"""Advantages of a group whose episodes are the leaves of some trees."""
+
+
+def of_library(rule: str, *, forced: int = 0) -> Estimator:
+    """Return the estimator of the library. Each token counts in its own episode.
+
+    The first `forced` tokens of a fork have no loss.
+    """
+
+    def scored(group: Group, _: Sequence[Node]) -> Scored:
+        rows = ((each.trajectory, each.advantage) for each in estimate(group, rule))
+        return [(item, [0.0] * start(item) + [*row[start(item) :]]) for item, row in rows]
+
+    def start(item: Trajectory) -> int:
+        return item.fork.at + forced if item.fork else 0
+
+    return scored
+
+
+def of_leaves(baseline: Callable[[Group, int], float]) -> Estimator:
+    """Return an estimator with the weights of the library: a token counts in every leaf below."""
+
+    def scored(group: Group, roots: Sequence[Node]) -> Scored:
+        weights = leaf_weights(group)
+        found = []
+        for item, root in zip(group.finished, roots_of(group), strict=True):
+            advantage = weights[item.episode] * (item.reward - baseline(group, root))
+            found.append((item, [advantage] * LENGTH))
+        return found
+
+    return scored
+
+
+def roots_of(group: Group) -> list[int]:
+    """Return for each episode the number of the episode from which its tree grew."""
+    root: dict[int, int] = {}
+    for each in group.finished:
+        root[each.episode] = root[each.fork.parent] if each.fork else each.episode
+    return list(root.values())
+
+
+def other_roots(group: Group, root: int) -> float:
+    """Return the mean reward of the trees without one of them, with the weights of the library."""
+    weights, roots = leaf_weights(group), roots_of(group)
+    others = sum(
+        weights[each.episode] * each.reward
+        for each, own in zip(group.finished, roots, strict=True)
+        if own != root
+    )
+    return others / (len(set(roots)) - 1)
+
+
+def pooled_leaving_out(group: Group, roots: Sequence[Node]) -> Scored:
+    """The baseline of a leaf is the mean of all other leaves. It is N / (N - 1) times `pooled`."""
+    factor = len(group.finished) / (len(group.finished) - 1)
+    return [
+        (item, [factor * each for each in row]) for item, row in of_library("pooled")(group, roots)
+    ]
+
+
+def node_minus_parent(group: Group, roots: Sequence[Node]) -> Scored:
+    """A token's advantage is the mean reward below it minus that of its parent, which contains it.
+
+    The parent of a first token is the mean of the trees' means.
+    """
+    rewards = {each.tokens: each.reward for each in group.finished}
+
+    def mean(node: Node) -> float:
+        return float(np.mean([rewards[leaf] for leaf in leaves(node)]))
+
+    def add(node: Node, weight: float, parent: float) -> None:
+        for each in node[1]:
+            row = [0.0] * LENGTH
+            row[len(node[0])] = weight / len(node[1]) * (mean(each) - parent)
+            text = next(leaves(each))
+            found.append((next(item for item in group.finished if item.tokens == text), row))
+            add(each, weight / len(node[1]), mean(each))
+
+    found: list[tuple[Trajectory, list[float]]] = []
+    for root in roots:
+        add(root, 1.0, float(np.mean([mean(each) for each in roots])))
+    return found
+
+
+Error = tuple[float, float]
+"""Relative bias of a mean gradient, and its cosine with the true one."""
+
+
+def error(found: np.ndarray, true: np.ndarray) -> Error:
+    norm = np.linalg.norm
+    size = float(norm(found) * norm(true))
+    return float(norm(found - true) / norm(true)), float(
+        (found * true).sum() / size
+    ) if size else 1.0
+
+
+def errors(
+    problem: Bits, one: list[tuple[float, Node]], estimators: Mapping[str, Estimator]
+) -> dict[str, Error]:
+    """Return the error of each estimator, over all groups of two trees of `one`."""
+    total = {name: np.zeros_like(problem.p) for name in estimators}
+    for (p, first), (q, second) in combinations_with_replacement(one, 2):
+        chance = p * q if first is second else 2 * p * q  # in both orders
         group = group_of(problem, [first, second])
-        for scored in estimate(group, rule):
-            item = scored.trajectory
-            for n in range(item.fork.at if item.fork else 0, LENGTH):
-                score = problem.score(item.tokens[:n], item.tokens[n])
-                total += p * q / 2 * scored.advantage[n] * score
-    return total
-
-
-def bias(problem: Bits, one: list[tuple[float, Node]], rule: str) -> float:
+        for name, estimator in estimators.items():
+            for item, row in estimator(group, [first, second]):
+                total[name] += problem.score(item.tokens, [chance / 2 * each for each in row])
     true = problem.true_gradient()
-    return float(np.linalg.norm(mean_gradient(problem, one, rule) - true) / np.linalg.norm(true))
+    return {name: error(found, true) for name, found in total.items()}
 
 
-def pruned_bias(problem: Bits, one: list[tuple[float, Node]], *, spare: float) -> float:
-    """Return the bias with one tree, whose leaves are pruned if their second token was unlikely."""
+def pruned(
+    problem: Bits, one: list[tuple[float, Node]], estimator: Estimator, *, spare: float
+) -> Error:
+    """Return the error with one tree, whose leaves with an unlikely second token are pruned."""
     total = np.zeros_like(problem.p)
     for p, root in one:
         group = group_of(problem, [root])
@@ -200,47 +333,79 @@ def pruned_bias(problem: Bits, one: list[tuple[float, Node]], *, spare: float) -
                 found.append(each)
             if not chance:
                 continue
-            for scored in estimate(replace(group, trajectories=tuple(found)), "loo"):
-                item = scored.trajectory
-                for n in range(item.fork.at if item.fork else 0, LENGTH):
-                    score = problem.score(item.tokens[:n], item.tokens[n])
-                    total += chance * scored.advantage[n] * score
-    true = problem.true_gradient()
-    return float(np.linalg.norm(total - true) / np.linalg.norm(true))
+            for item, row in estimator(replace(group, trajectories=tuple(found)), [root]):
+                total += problem.score(item.tokens, [chance * each for each in row])
+    return error(total, problem.true_gradient())
 
 
-def biases(count: int) -> dict[str, list[float]]:
-    """Return the bias of each rule in `count` random problems, with forks at a large entropy."""
+LOO: Mapping[str, Estimator] = {"loo": of_library("loo")}
+ESTIMATORS: Mapping[str, Estimator] = {
+    **LOO,
+    "baseline of the other roots only": of_leaves(other_roots),
+    "pooled, leave one out": pooled_leaving_out,
+    "pooled": of_library("pooled"),
+    "depth": of_library("depth"),
+    "node minus parent": node_minus_parent,
+}
+
+
+def table(count: int) -> dict[str, list[Error]]:
+    """Return the errors of each rule in `count` random problems, with forks at a large entropy."""
     random = np.random.default_rng(57)
-    rows: dict[str, list[float]] = {}
+    rows: dict[str, list[Error]] = {}
     for _ in range(count):
         problem = Bits(random)
         wide = {p for p in PREFIXES if p and problem.entropy(p) > problem.median_entropy}
         one = problem.trees((), lambda p, wide=wide: 2 if p in wide else 1)
-        for rule in ("loo", "pooled", "depth"):
-            rows.setdefault(rule, []).append(bias(problem, one, rule))
-        for name, spare in (("roulette", 0.5), ("drop", 0.0)):
-            rows.setdefault(name, []).append(pruned_bias(problem, one, spare=spare))
-        rows.setdefault("retro", []).append(bias(problem, problem.retro(), "loo"))
+        found = errors(problem, one, ESTIMATORS)
+        found["peaks"] = errors(problem, problem.retro(problem.entropies), LOO)["loo"]
+        found["unlikely"] = errors(problem, problem.retro(problem.surprises), LOO)["loo"]
+        other = problem.trees((), lambda p, wide=wide: 2 if p in wide else 1, second=True)
+        rule = {"second": of_library("loo", forced=1)}
+        found |= errors(problem, other, rule)
+        found["spare 0.5"] = pruned(problem, one, LOO["loo"], spare=0.5)
+        found["spare 0"] = pruned(problem, one, LOO["loo"], spare=0.0)
+        without = of_leaves(lambda group, root: 0.0)
+        found["spare 0, no baseline"] = pruned(problem, one, without, spare=0.0)
+        for name, each in found.items():
+            rows.setdefault(name, []).append(each)
     return rows
 
 
 def test_leave_one_out_over_branches_is_unbiased_if_forks_look_at_the_past_only() -> None:
-    found = biases(1)
-    assert max(found["loo"]) < 1e-12 and max(found["roulette"]) < 1e-12
-    assert min(found["pooled"]) > 0.05 and min(found["depth"]) > 0.05
+    found = {name: bias for name, ((bias, _),) in table(1).items()}
+    exact = {"loo", "baseline of the other roots only", "spare 0.5"}
+    assert {name for name, bias in found.items() if bias < 1e-12} == exact
+    assert min(bias for name, bias in found.items() if name not in exact) > 0.05
 
 
 @pytest.mark.costly
 def test_the_biases_are_those_of_the_table() -> None:
-    found = {name: round(float(np.mean(values)), 3) for name, values in biases(12).items()}
+    """Relative bias and cosine of the mean gradient, by enumeration of all trees.
+
+    The bias of `spare 0` is 0.803 if the leaves that are left have no baseline. `loo` has one, the
+    mean of the other branches of a fork, which changes the mean of a biased estimator: to 0.721.
+    """
+    rows = {name: np.array(values) for name, values in table(12).items()}
+    found = {name: tuple(row.mean(0).round(3).tolist()) for name, row in rows.items()}
+    # Without a leaf left, a problem has no gradient and no cosine.
+    biases = {name: found.pop(name)[0] for name in ("spare 0", "spare 0, no baseline")}
+    assert biases == {"spare 0": 0.721, "spare 0, no baseline": 0.803}
+    biases |= {name: bias for name, (bias, _) in found.items()}
+    for option, (told, _) in TREE_BIASES.items():
+        name = option.rpartition(".")[2].removeprefix("rule ").removeprefix("branch ")
+        assert told == biases[name], option
     assert found == {
-        "loo": 0.0,
-        "pooled": 0.430,
-        "depth": 0.575,
-        "retro": 0.185,
-        "roulette": 0.0,
-        "drop": 0.721,
+        "loo": (0.0, 1.0),
+        "baseline of the other roots only": (0.0, 1.0),
+        "pooled, leave one out": (0.258, 0.976),
+        "pooled": (0.430, 0.969),
+        "depth": (0.575, 0.979),
+        "node minus parent": (0.710, 0.716),
+        "peaks": (0.185, 0.987),
+        "unlikely": (0.162, 0.992),
+        "second": (0.137, 0.981),
+        "spare 0.5": (0.0, 1.0),
     }
 
 

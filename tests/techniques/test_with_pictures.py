@@ -71,6 +71,7 @@ def test_the_linter_accepts_a_row_of_the_page(number: int, model: Path) -> None:
     assert not lint(recipe_options.configure(chosen)).refusals
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("number", sorted({*rows()} - SCREENS))
 def test_a_row_of_the_page_trains_with_pictures(number: int, model: Path, tmp_path: Path) -> None:

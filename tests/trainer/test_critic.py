@@ -262,6 +262,7 @@ def load_on_ranks(peers: RankGroup, folder: Path, run: Path, name: str) -> list[
     return state_of(trainer)
 
 
+@pytest.mark.costly
 def test_a_checkpoint_of_two_ranks_has_the_critic_for_any_number(tmp_path: Path) -> None:
     tiny_policy().save(tmp_path / "policy")
     folders = (tmp_path / "policy", tmp_path / "run")

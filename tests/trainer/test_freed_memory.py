@@ -79,6 +79,7 @@ ctypes.CDLL(None).malloc_stats()
 """
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_stats is of glibc")
 def test_all_threads_of_a_run_share_two_heaps() -> None:
     def num_heaps(word: str) -> int:

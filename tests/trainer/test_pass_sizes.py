@@ -51,9 +51,9 @@ def test_the_planner_and_the_trainer_have_one_formula() -> None:
     model = Model.parse("0.6B")
     assert model.layer_bytes == layer_bytes(model)
     assert token_bytes(model, checkpointing=True) < token_bytes(model, checkpointing=False) / 5
-    # Of 28 layers, 10 are computed again, one at a time, and 18 keep everything.
-    kept = 10 * 2 * model.hidden + 19 * model.layer_bytes
-    assert token_bytes(model, checkpointing=3) == kept
+    # All 28 layers keep their input, and one at a time everything.
+    kept = 28 * 2 * model.hidden + model.layer_bytes
+    assert token_bytes(model, checkpointing=True) == kept
 
 
 class _Sized(torch.nn.Module):

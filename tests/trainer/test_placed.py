@@ -89,20 +89,28 @@ def bandit() -> tuple[Tensor, Tensor]:
     return engine.log_softmax(-1), rewards
 
 
-def gradient_of_bandit(placed: str, cap: float = 0.0) -> Tensor:
+def gradient_of_bandit(placed: str, cap: float = 0.0, *, foreign: bool = False) -> Tensor:
     """Return the mean gradient over all arms, drawn by the engine with the hint, trained without.
 
-    The divisor of the loss is the number of arms.
+    The divisor of the loss is the number of arms. With `foreign`, another policy with the same
+    log-probabilities wrote the arms, and had no hint.
     """
     engine, rewards = bandit()
     items = []
     for arm in range(VOCAB):
         text = Sampled((arm,), (engine[arm].item(),), version=0)
         pieces = remove_text((ContextPiece(ASKED), ContextPiece(HINT), text), 3, 5)
+        if foreign:
+            pieces = (pieces[0], written(text))
         items.append(scored(pieces, VOCAB * engine[arm].exp().item() * rewards[arm].item(), arm))
     batch = collate(items, placed=placed)
     batch = replace(batch, behavior_logp=batch.behavior_logp.double())
     return gradient(make(tiny_policy(dtype="float64"), objective(placed, cap)), batch)
+
+
+def written(text: Sampled) -> Placed:
+    """Return a text as one that another policy wrote, compared with version 0."""
+    return Placed(text.tokens, Provenance.FOREIGN, 0, text.behavior_logp)
 
 
 def true_gradient() -> Tensor:
@@ -120,6 +128,7 @@ def bias(found: Tensor, true: Tensor) -> float:
 def test_guided_text_has_the_exact_gradient_and_imitation_another_one() -> None:
     true = true_gradient()
     assert bias(gradient_of_bandit("guided"), true) < 1e-6  # advantages are float32
+    assert bias(gradient_of_bandit("guided", foreign=True), true) < 1e-6
     assert 0.5 < bias(gradient_of_bandit("guided", cap=2.0), true) < 1.0
     anchor = gradient_of_bandit("anchor")
     cosine = torch.cosine_similarity(anchor, true, dim=0).item()
@@ -181,14 +190,20 @@ class Texts(OldLogps):
         return found
 
     def weights(self, placed: str, cap: float) -> Mapping[Text, Sequence[float]]:
-        """Return the weight of each token: D min(Gamma, cap) S if guided, 1 if imitated."""
+        """Return the weight of each token: D min(Gamma, cap) S if guided, 1 if imitated.
+
+        `foreign` is `guided` for texts that another policy with the same probabilities wrote.
+        """
         if placed == "anchor":
             return {text: [1.0] * len(text) for text in self.texts}
         items = []
         for number, text in enumerate(self.texts):
             source = Sampled(text, tuple(np.log(self.steps("hint", text))), 0)
             hinted = (ContextPiece((self.kinds,)), ContextPiece((self.kinds + 1,)), source)
-            items.append(scored(remove_text(hinted, 1, 2), 1.0, number))
+            pieces = remove_text(hinted, 1, 2)
+            if placed == "foreign":
+                pieces = (hinted[0], written(source))
+            items.append(scored(pieces, 1.0, number))
         batch = collate(items, placed="guided")
         assert batch.placed
         rules = LossSpec(WIDE, objective("guided", cap))
@@ -243,6 +258,16 @@ def test_the_figures_of_the_page_are_those_of_texts_of_one_token() -> None:
     expected = [(0.0, 1.0, 0.0117), (0.0, 0.998, 0.0108), (8.746, 0.507, 0.2227)]
     for row, known in zip(found, expected, strict=True):
         assert row == pytest.approx(known, abs=6e-4)
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_foreign_text_with_a_known_source_has_the_weights_of_text_with_a_hint(cap: float) -> None:
+    """The engine samples from the policy here, so D is 1 and pi / mu is Gamma S in both."""
+    problem = Texts(np.random.default_rng(57), 2, 3, help=2.0, moved=0.0)
+    found, hinted = problem.weights("foreign", cap), problem.weights("guided", cap)
+    for text in problem.texts:
+        assert found[text] == pytest.approx(hinted[text], rel=1e-6)
+    assert problem.error("foreign", 0.0)[0] < 1e-6
 
 
 def test_gamma_is_a_product_over_the_text() -> None:

@@ -181,7 +181,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.costly(cases=2)
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_saved_policy_is_bitwise_that_of_whole_weights(
     name: str, ranks: list[dict[str, Given]], folder: Path, tmp_path: Path

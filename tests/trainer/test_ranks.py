@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +28,12 @@ from unstale.cluster.ranks_worker import PublishedPart, Rank
 from unstale.cluster.weight_objects import Part, read_delta
 from unstale.config import (
     SHIPPED_POLICY,
+    AdvantageConfig,
     AuditConfig,
     ClusterConfig,
     ConfigError,
+    CorrectionConfig,
+    CriticConfig,
     EngineConfig,
     ObjectiveConfig,
     OldLogpsConfig,
@@ -39,6 +42,7 @@ from unstale.config import (
 )
 from unstale.config.algorithm import PlacedMode
 from unstale.config.routes import routes
+from unstale.config.techniques import reads_signals
 from unstale.durability import checkpoint_shards
 from unstale.durability.checkpoint import (
     VERSIONS,
@@ -54,6 +58,7 @@ from unstale.model.sharding import gather_whole, local
 from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
 from unstale.records import (
     Batch,
+    Lesson,
     PendingPiece,
     Piece,
     Sampled,
@@ -61,6 +66,7 @@ from unstale.records import (
     collate,
     walk,
 )
+from unstale.research.techniques.estr import EstrConfig
 from unstale.rewriting import remove_text
 from unstale.routed_experts import RoutedExperts
 from unstale.techniques.distil import DistilConfig
@@ -111,6 +117,41 @@ VARIANTS: Mapping[str, RunConfig] = {
         techniques="distil",
         technique_options={"distil": DistilConfig(teacher="start", refresh=2, advantage_coef=1.0)},
     ),
+    "two teachers": replace(
+        SMALL,
+        techniques="distil",
+        technique_options={"distil": DistilConfig(teacher="one=start two=start", coef=2.0)},
+    ),
+    "vespo": replace(
+        SMALL,
+        trainer=replace(BASE.trainer, minibatches_per_batch=2),
+        objective=ObjectiveConfig(loss_type="vespo", opsm_threshold=2.65),
+    ),
+    "vaco": replace(
+        SMALL,
+        trainer=replace(BASE.trainer, epochs_per_batch=2),
+        objective=ObjectiveConfig(loss_type="vaco", vaco_delta=0.01),
+    ),
+    "drpo": replace(SMALL, objective=ObjectiveConfig(loss_type="drpo", opsm_threshold=2.65)),
+    "dppo": replace(SMALL, objective=ObjectiveConfig(loss_type="dppo", kl_tau=1e-3)),
+    "kpop": replace(SMALL, correction=CorrectionConfig(mode="kpop", kl_limit=0.02)),
+    "k3_mask": replace(
+        SMALL, correction=CorrectionConfig(mode="k3_mask", unit="sequence", kl_limit=2.4)
+    ),
+    "geometric": replace(
+        SMALL, correction=CorrectionConfig(mode="mask", unit="sequence", low=0.052)
+    ),
+    "estr": replace(SMALL, techniques="estr", technique_options={"estr": EstrConfig(tau=1.0)}),
+    "critic": replace(
+        SMALL,
+        trainer=replace(BASE.trainer, epochs_per_batch=2),
+        advantage=AdvantageConfig(estimator="gae", lam=0.9),
+    ),
+    "critic of turns": replace(
+        SMALL,
+        advantage=AdvantageConfig(estimator="gae", over="turn"),
+        critic=CriticConfig(coef=0.0, warmup_steps=1),
+    ),
     "guided": replace(SMALL, objective=ObjectiveConfig(placed="guided")),
     "anchor": replace(
         SMALL,
@@ -131,6 +172,10 @@ VARIANTS: Mapping[str, RunConfig] = {
         ),
     ),
 }
+FEATURES = (
+    *("two teachers", "vespo", "vaco", "drpo", "dppo"),
+    *("kpop", "k3_mask", "geometric", "estr", "critic", "critic of turns"),
+)
 EXPERTS = 8
 
 VARIANTS_OF = {
@@ -145,6 +190,7 @@ VARIANTS_OF = {
         "truncated",
         "truncated lora",
         "distil",
+        *FEATURES,
         "guided",
         "anchor",
         "replay",
@@ -218,6 +264,23 @@ def with_experts(item: ScoredTrajectory) -> ScoredTrajectory:
     return replace(item, trajectory=replace(item.trajectory, pieces=tuple(pieces)))
 
 
+def with_needs(batch: Batch, config: RunConfig) -> Batch:
+    """Return the batch with different rewards, and with what techniques of `config` read.
+
+    With lessons, sequences alternate between two teachers, which read up to two more tokens.
+    """
+    numbers = range(batch.num_sequences)
+    batch = replace(batch, reward=tuple(float(number % 3) for number in numbers))
+    if reads_signals(config):
+        noise = torch.Generator().manual_seed(batch.episodes[0])
+        batch = replace(batch, engine_entropy=4 * torch.rand(len(batch.tokens), generator=noise))
+    distil = config.technique_options.get("distil")
+    if isinstance(distil, DistilConfig) and distil.has_lessons:
+        lessons = tuple(Lesson(number % 2, 3, (5, 7)[number % 3 :]) for number in numbers)
+        batch = replace(batch, lessons=lessons)
+    return batch
+
+
 def learn(peers: RankGroup, folder: Path, config: RunConfig, *, truncated: bool = False) -> Outcome:
     """Train for some steps, on batches whose tokens are up to two versions old."""
     options = config.trainer
@@ -236,7 +299,11 @@ def learn(peers: RankGroup, folder: Path, config: RunConfig, *, truncated: bool 
     trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
     initial = masters(trainer)
     placed = config.objective.placed
-    make_batch = partial(batch_of, replay=replay, truncated=truncated, placed=placed)
+
+    def make_batch(step: int) -> Batch:
+        batch = batch_of(step, replay=replay, truncated=truncated, placed=placed)
+        return with_needs(batch, config)
+
     truth: dict[tuple[int, int], Tensor] = {}
     exact, metrics = [], []
     for step in range(STEPS):
@@ -302,7 +369,8 @@ def outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
 
 def require_metrics(one: Outcome, first: Outcome, *, rel: float) -> None:
     """`first` is the first of several ranks. Only it has the metrics of all passes."""
-    for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
+    of_critic = [name for name in ("critic/loss", "critic/value_mean") if name in one.metrics[0]]
+    for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share", *of_critic):
         values = [[row[name] for row in each.metrics] for each in (one, first)]
         assert values[1] == pytest.approx(values[0], rel=rel, abs=1e-6)
 
@@ -349,7 +417,10 @@ def test_ranks_with_one_key_head_each_score_as_one_process() -> None:
         assert torch.allclose(found, alone, rtol=0, atol=1e-5) and len(found)
 
 
-CONTEXT_VARIANTS = {2: ("own", "lora", "two steps a batch", "truncated", "replay"), 4: ("plain",)}
+CONTEXT_VARIANTS = {
+    2: ("own", "lora", "two steps a batch", "truncated", "replay", "two teachers", "vespo", "estr"),
+    4: ("plain",),
+}
 """The variants that run on this number of ranks, of which each two divide a pass."""
 
 
@@ -703,6 +774,7 @@ def load_new(peers: RankGroup, folder: Path, run: Path, name: str) -> bool:
     return bool(minibatches[0].old_logp.isfinite().all())
 
 
+@pytest.mark.costly
 def test_a_checkpoint_before_the_first_step_is_read_by_others(folder: Path, tmp_path: Path) -> None:
     name = run_ranks(2, save_new, folder, tmp_path)[0]
     assert all(run_ranks(3, load_new, folder, tmp_path, name))

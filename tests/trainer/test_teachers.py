@@ -159,6 +159,7 @@ def test_the_gradient_is_that_of_the_divergence(divergence: str, folders: list[s
     torch.testing.assert_close(gradient(trainer, batch), wanted, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.costly(cases=2)
 @pytest.mark.parametrize("divergence", ["sampled", "forward"])
 @pytest.mark.parametrize("route", ["snapshot_old", "current_recompute", "rollout"])
 def test_lessons_choose_the_teacher_and_what_it_reads(
@@ -181,6 +182,7 @@ def test_the_policy_itself_is_a_teacher_that_has_no_gradient(divergence: str) ->
     torch.testing.assert_close(gradient(trainer, batch), wanted, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("divergence", ["sampled", "mixed"])
 def test_passes_minibatches_and_epochs_do_not_change_what_is_learned(
     divergence: str, folders: list[str]

@@ -69,7 +69,7 @@ def test_the_trainer_takes_the_engines_cores_while_they_are_idle(
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_cores_are_taken_before_each_layer_forward_and_backward(checkpointing: bool) -> None:
     policy = tiny_policy()
-    policy.set_forward_options(ForwardOptions(gradient_checkpointing=int(checkpointing)))
+    policy.set_forward_options(ForwardOptions(gradient_checkpointing=checkpointing))
     calls: list[str] = []
     thread = LocalThread("trainer", lambda: calls.append(where))
     text = Packed(torch.arange(9), (0, 4, 9))

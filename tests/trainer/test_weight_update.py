@@ -45,6 +45,7 @@ def on_device(trainer: LocalTrainer) -> int:
     return sum(value.untyped_storage().nbytes() // 4 for value in values if value.dim())
 
 
+@pytest.mark.costly(cases=3)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "Adafactor"])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_a_step_is_that_of_a_state_on_the_device(optimizer: str, rounding: str) -> None:

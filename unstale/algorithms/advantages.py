@@ -3,13 +3,13 @@
 A function with the decorator `@estimator` is a value of the option `advantage.estimator`. It may
 also be in a file of the user that the run imports, or be an entry point of another package. It
 receives the groups of one batch and returns their trajectories with advantages, in the same order.
-A keyword-only parameter gets the value of the option of the same name in `advantage`. Most
+Its keyword-only parameters get the values of the options of the same names in `advantage`. Most
 estimators call a function of two tensors: `rewards [n]`, and `group [n]` with any integers.
 
 The reward of an episode is the sum of its named rewards, in float64. Failed episodes have no reward
-and are left out. Most estimators compare the episodes of one task. For these, an episode that is
-alone in its group, or whose group has equal rewards, has advantage 0. An episode counts once, even
-if it has branches (further conversations). Each branch gets the advantage of its episode.
+and are left out. Most estimators compare the episodes of one task. They give advantage 0 to the
+only episode of a group, and to the episodes of a group with equal rewards. An episode counts once,
+even if it has branches (further conversations). Each branch gets the advantage of its episode.
 
 If the policy has several roles in an episode, an episode counts once for each role. The reward of a
 role (`Trajectory.role_reward`) is compared with the same role's rewards in the other episodes of
@@ -30,7 +30,7 @@ from unstale.records import Group, ScoredTrajectory, Trajectory
 
 EPSILON = 1e-6
 """A number that is added to a standard deviation before dividing by it, so that the divisor is
-never 0. Public GRPO implementations add the same number.
+never 0. Public implementations of GRPO use the same number.
 """
 
 Estimator = Callable[..., list[ScoredTrajectory]]
@@ -42,7 +42,7 @@ ESTIMATORS: dict[str, Estimator] = {}
 def estimator(function: Function) -> Function:
     """Register a function as a value of the option `advantage.estimator`. Used as a decorator.
 
-    Raises ValueError if a function in another file is registered with the same name.
+    Raises ValueError if a function of another file has the same name.
     """
     name = function.__name__
     if ESTIMATORS.setdefault(name, function).__module__ != function.__module__:
@@ -53,7 +53,7 @@ def estimator(function: Function) -> Function:
 
 
 def find_estimator(name: str) -> Estimator:
-    """Return the advantage estimator `name`, a value of the option `advantage.estimator`.
+    """Return the advantage estimator with the given name, a value of `advantage.estimator`.
 
     It is a registered function, or an entry point of another package. Raises `ConfigError` if that
     package is broken.
@@ -97,7 +97,7 @@ def rloo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
 
 @estimator
 def rloo_first(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """RLOO with a baseline from first episodes: the mean reward of those that the group began with.
+    """RLOO with a baseline from the first episodes of a group, before a technique added more.
 
     Use it with a technique that adds episodes to a group because of the rewards of its first ones.
     A mean over all episodes would then be biased. With the mean of the first episodes, the gradient
@@ -144,11 +144,11 @@ def turn_level(
 ) -> list[ScoredTrajectory]:
     """One advantage per turn: the discounted sum of its own and later rewards, normalized by group.
 
-    A turn is one reply. The reward of a turn is its entry of `Trajectory.turn_rewards`, or 0
-    without an entry. The last turn also gets the reward of the whole episode. `std` divides by the
-    standard deviation over all turns of the group. With discount 1, `std=False`, no turn rewards
-    and equal numbers of turns, every turn has the advantage of `grpo_no_std`. Raises ValueError if
-    the length of `turn_rewards` is not the number of turns of the trajectory.
+    A turn is one reply. The reward of a turn is its entry of `Trajectory.turn_rewards`, or 0 if
+    this is empty. The last turn also gets the reward of the whole episode. With `std`, the result
+    is divided by the standard deviation over all turns of the group. With discount 1, `std=False`,
+    no turn rewards and equal numbers of turns, every turn has the advantage of `grpo_no_std`.
+    Raises ValueError if the length of `turn_rewards` is not the number of turns of the trajectory.
     """
     _refuse_roles(groups, "turn_level")
     trajectories = _trajectories(groups)
@@ -183,7 +183,7 @@ def gae(
 
     The trainer has the critic, and computes the advantages (`unstale.trainer.critic`). This
     function only gives the advantages of a critic that always forecasts 0: each turn gets the
-    discounted sum of its own and later rewards, also in a group of one episode.
+    discounted sum of its own and later rewards, even in a group of one episode.
     """
     _refuse_roles(groups, "gae")
     scored = []
@@ -203,7 +203,7 @@ def grpo_advantage(
 ) -> Float[Tensor, "n"]:
     """Return `(reward - mean) / (deviation + epsilon)`, with the mean and deviation of each group.
 
-    With `std` False, return `reward - mean`. The deviation is that of a sample (divisor n - 1).
+    If `std` is False, return `reward - mean`. The deviation is that of a sample (divisor n - 1).
     """
     index, count = _members(group)
     centred = _centre(rewards, index, count.to(rewards.dtype).reciprocal()[index])
@@ -246,7 +246,8 @@ def rloo_first_advantage(
 def opo_advantage(
     rewards: Float[Tensor, "n"], group: Int[Tensor, "n"], *, lengths: Float[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
-    """Return each reward minus the mean of its group, weighted by `lengths`.
+    """Return each reward minus its group's mean reward, in which episodes have the weights
+    `lengths`.
 
     The result is 0 in a group whose lengths are all 0.
     """
@@ -266,9 +267,9 @@ def batch_advantage(
     """Return rewards normalized over the batch: `(x - mean) / sqrt(variance + epsilon)`.
 
     x is the reward, or with `group` the reward minus its group's mean. `lengths` are weights in the
-    mean and the variance, which has the divisor n - 1. If all rewards of a group (without `group`:
-    of the batch) are equal, its results are 0. Otherwise the weighted mean of x would move such
-    rewards away from 0, although they carry no information.
+    mean and in the variance, whose divisor is n - 1. If all rewards of a group (without `group`: of
+    the batch) are equal, the results for it are 0. Otherwise subtracting the weighted mean of x
+    would give these rewards an advantage, although they carry no information.
     """
     whole = torch.zeros_like(rewards, dtype=torch.long)
     index = whole if group is None else _members(group)[0]
@@ -324,7 +325,7 @@ def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 class _Row(NamedTuple):
-    """All conversations of one role in one episode. They get one advantage."""
+    """All conversations of one role in one episode. They get the same advantage."""
 
     group: int
     place: int
@@ -350,10 +351,10 @@ def _refuse_roles(groups: Sequence[Group], name: str) -> None:
 
 
 def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
-    """Return the n rewards to compare, `[n]` in float64, and the number of each one's group, `[n]`.
+    """Return the rewards to compare, `[n]` in float64, and the number of the group of each, `[n]`.
 
-    There is a reward for each role of each episode. Rewards of one role in one group are compared
-    with each other, so they have the same number.
+    There is a reward for each role of each episode. Rewards with the same number are compared with
+    each other: those of one role in one group.
     """
     for item in _trajectories(groups):
         if not math.isfinite(item.reward):
@@ -371,7 +372,7 @@ def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
 
 
 def _lengths(groups: Sequence[Group]) -> Tensor:
-    """Return the number of sampled tokens of each row of `_rows`, `[n]`."""
+    """Return the number of tokens that the policy sampled in each row of `_rows`, `[n]`."""
     lengths = [sum(each.num_sampled for each in row.conversations) for row in _rows(groups)]
     return torch.tensor(lengths, dtype=torch.float64)
 
@@ -396,7 +397,7 @@ def turn_rewards(item: Trajectory) -> Float[Tensor, "turns"]:
 
 
 def _score(groups: Sequence[Group], advantage: Tensor) -> list[ScoredTrajectory]:
-    """Return every trajectory and its branches, in order, with the advantage of their role."""
+    """Return every trajectory and its branches, in order, with the advantage of its role."""
     values = {
         (row.group, row.place, row.conversations[0].role): value
         for row, value in zip(_rows(groups), advantage.tolist(), strict=True)
@@ -420,14 +421,16 @@ def _sum(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _centre(values: Tensor, index: Tensor, share: Tensor) -> Tensor:
-    """Subtract from each value its group's mean, with weights `share` that sum to 1 per group."""
+    """Subtract from each value its group's weighted mean. The weights `share` sum to 1 in a
+    group.
+    """
     return values - _sum(share * values, index)[index]
 
 
 def _differs(values: Tensor, index: Tensor) -> Tensor:
-    """Return True for values whose group has at least two different values.
+    """Return True for each value whose group has at least two different values.
 
-    For groups of equal rewards, rounding errors would otherwise become advantages.
+    If all rewards of a group are equal, rounding errors would otherwise become advantages.
     """
     size = int(index.max()) + 1 if len(index) else 0
     top = values.new_full((size,), -math.inf).scatter_reduce(0, index, values, "amax")

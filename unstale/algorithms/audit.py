@@ -3,10 +3,10 @@
     true values:            log D     = old_logp - behavior_logp,    log S     = logp - old_logp
     with `prox` instead:    log D_hat = prox - behavior_logp,        log S_hat = logp - prox
 
-`prox` is the approximation. docs/old-logps.md has results. All tensors have one shape: packed
-`[T]`, or padded `[B, T]` with a mask. An estimate is None if the data are too few or vary too
-little. Tokens of one sequence have correlated errors, so standard errors treat each sequence as one
-cluster.
+`prox` is the approximation of `old_logp`. docs/old-logps.md has results. All tensors have one
+shape: packed `[T]`, or padded `[B, T]` with a mask. An estimate is None if there are too few data
+or if they vary too little. Tokens of one sequence have correlated errors, so standard errors treat
+each sequence as one cluster.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ MIN_TOKENS = 100
 """Smallest number of tokens from which `leaks` makes estimates."""
 SIGNAL = 10.0
 """A log-ratio counts as constant if its standard deviation is at most this many times the numerical
-noise of a log-probability.
+noise of `old_logp`.
 """
 ALIKE = 0.9999
-"""Largest correlation of log S and log D with which `leaks` makes estimates. It could not separate
-the effects of log-ratios that are more correlated.
+"""Largest correlation of log S and log D for which `leaks` makes estimates. With a higher
+correlation, the effects of the two log-ratios cannot be separated.
 """
 
 
@@ -41,7 +41,7 @@ class Tokens:
     logp: Float[Tensor, "*shape"]
     behavior_logp: Float[Tensor, "*shape"]
     lag: Int[Tensor, "*shape"]
-    """Number of batches that were trained on after the token was sampled and before its own."""
+    """Number of batches trained on after the token was sampled and before the token's batch."""
     sequence: Int[Tensor, "*shape"]
     sampled: Bool[Tensor, "*shape"]
     """True for sampled tokens whose true `old_logp` is known. All other tokens are ignored."""
@@ -97,7 +97,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """How much of each true log-ratio an approximation of `old_logp` puts into the other log-ratio.
+    """The share of each true log-ratio that an approximation of `old_logp` puts into the other one.
 
     The true ratios are S = pi / pi_old (staleness) and D = pi_old / mu (discrepancy). The
     approximation gives S_hat and D_hat. `staleness` is the share of log S that log D_hat contains.
@@ -134,9 +134,9 @@ def error_by_lag(tokens: Tokens) -> dict[int, Estimate]:
 def error_ratio(one: Tokens, other: Tokens) -> Estimate | None:
     """Return the mean error of one approximation divided by that of another, on the same tokens.
 
-    None if the error of `other` is 0. The standard error is that of a ratio of paired values, so
-    tokens that are difficult for both approximations do not increase it. Raises ValueError if the
-    numbers of tokens differ.
+    None if the mean error of `other` is 0. The standard error is that of a ratio of paired values,
+    so tokens that are difficult for both approximations do not increase it. Raises ValueError if
+    the numbers of tokens differ.
     """
     above = one.flat()
     below = other.flat()
@@ -155,11 +155,11 @@ def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
 
         prox - old_logp = s * log S - d * log D
 
-    `(s, d)` is (0, 0) for exact values, (0, 1) for the route `rollout`, (1, 0) for
-    `current_recompute`, and (alpha, 1 - alpha) for log-linear interpolation with a constant alpha.
-    `noise` is the standard deviation of `old_logp` between two ways of packing the same tokens. A
-    log-ratio that varies by less than `SIGNAL * noise` is left out of the fit, and its share is
-    None. With fewer than `MIN_TOKENS` tokens both shares are None.
+    `(s, d)` is (0, 0) for exact values, (0, 1) for the route (method) `rollout`, (1, 0) for the
+    route `current_recompute`, and (alpha, 1 - alpha) for log-linear interpolation with a constant
+    alpha. `noise` is the standard deviation of `old_logp` between two ways of packing the same
+    tokens. A log-ratio is left out of the fit if its standard deviation is at most `SIGNAL *
+    noise`, and its share is None. With fewer than `MIN_TOKENS` tokens both shares are None.
     """
     old = replace(tokens, sampled=tokens.sampled & (tokens.lag > 0)).flat()
     columns = {"staleness": old.log_s, "discrepancy": -old.log_d}
@@ -193,8 +193,8 @@ def factor_correlation(tokens: Tokens, *, noise: float = 0.0) -> float | None:
     """Return the correlation of the approximate log-ratios log D_hat and log S_hat.
 
     The correlation is +1 for log-linear interpolation with a constant 0 < alpha < 1. It is None if
-    a log-ratio is constant, as for the routes `rollout` and `current_recompute`, and for alpha 0 or
-    1.
+    one of the two is constant, as for the routes (methods) `rollout` and `current_recompute`, and
+    for interpolation with alpha 0 or 1.
     """
     flat = tokens.flat()
     if _constant(flat.log_d_hat, noise) or _constant(flat.log_s_hat, noise):
@@ -208,11 +208,11 @@ def agreement(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> float | None:
-    """Return how well decisions by approximate ratios agree with those by true ratios, as F1 score.
+    """Return the F1 score of decisions by approximate ratios against those by true ratios.
 
     A decision is to drop or clip a token. `with_prox` marks the tokens with this decision by the
     approximate ratios, `with_truth` those by the true ratios. Tokens in neither set do not count,
-    because they are most tokens and would hide every difference. None if both sets are empty.
+    because they are the majority and would hide every difference. None if both sets are empty.
 
     >>> a, b = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
     >>> agreement(a, b, sampled=torch.ones(4, dtype=torch.bool))
@@ -225,7 +225,10 @@ def agreement(
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:
-    """Join the sampled tokens of several batches, `[N]`. Sequences get new numbers."""
+    """Return the sampled tokens of several batches as one `Tokens` with tensors `[N]`.
+
+    Sequences get new numbers, which differ between the batches.
+    """
     flats, first = [], 0
     for part in parts:
         flat = part.flat()
@@ -238,7 +241,10 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 
 
 def _ratio(above: Tensor, below: Tensor, sequence: Tensor) -> Estimate | None:
-    """Return sum(above) / sum(below) with its standard error. Each sequence is one cluster."""
+    """Return sum(above) / sum(below) with its standard error. None if sum(below) is not above 0.
+
+    Each sequence is one cluster.
+    """
     total = below.sum()
     if not total > 0:
         return None

@@ -11,8 +11,9 @@ if `old_logp` is exact. If `old_logp` is an approximation, D also contains some 
 Call `log_discrepancy`, `aggregate` and `keep_all` in this order. Then call any of `veto`, `mask`,
 `truncate`, `clamp`, `mask_weight`, `kpop`, `k3_mask`. Each of them receives the `CorrectionWeights`
 that the previous one returned. A function with the decorator `@mode` is a value of the option
-`correction.mode`. A keyword-only parameter gets the value of the option of the same name in
-`correction`. A parameter with a name in `DIVERGENCES` gets this divergence, aggregated as log D is.
+`correction.mode`. Its keyword-only parameters get the values of the options of the same names in
+`correction`. A parameter with a name in `DIVERGENCES` gets this divergence, aggregated in the same
+way as log D.
 """
 
 import math
@@ -29,8 +30,8 @@ from unstale.config.algorithm import Aggregate, Unit
 from unstale.records import HAS_BEHAVIOR, nearest_rank
 
 LOG_LIMIT = 20.0
-"""Largest absolute log-ratio to which `exp` is applied. e^20 = 4.9e8 is finite, and far above any
-useful limit.
+"""Largest absolute log-ratio to which `exp` is applied, so that the result is finite. e^20 = 4.9e8
+is far above any useful limit of a ratio.
 """
 
 PROBABILITY_FLOOR = 1e-6
@@ -76,8 +77,8 @@ def check_finite(
 ) -> None:
     """Raise `NonFinite` at the first sampled token whose log-probability is NaN or infinite.
 
-    `logps` are tensors by name, with the shape of `sampled`. The message has the tensor's name, and
-    the token's entry of `sequence` (such as an episode number), position in that sequence, and
+    `logps` are tensors by name, with the shape of `sampled`. The message names the tensor, the
+    token's entry of `sequence` (such as an episode number), its position in that sequence, and its
     version. On a GPU, the call waits for the device.
     """
     for name, values in logps.items():
@@ -134,9 +135,9 @@ def unit_ids(
 
 
 def renumber(ids: Int[Tensor, "*shape"]) -> tuple[Int[Tensor, "n"], int]:
-    """Number the different ids 0, 1, ... in sorted order.
+    """Give the distinct ids new numbers 0, 1, ... in ascending order of the ids.
 
-    Return these numbers, flattened, and their count.
+    Return the new number of each id, flattened, and the number of distinct ids.
 
     >>> renumber(torch.tensor([-7, 2**60, -7]))
     (tensor([0, 1, 0]), 2)
@@ -152,10 +153,10 @@ def aggregate(
     sampled: Bool[Tensor, "*shape"],
     how: Aggregate = "mean",
 ) -> Float[Tensor, "*shape"]:
-    """Aggregate log-ratios over units (sets of tokens). Return for each token its unit's aggregate.
+    """Aggregate log-ratios over units (sets of tokens). Return the aggregate of each token's unit.
 
     `unit` has the number of each token's unit, as from `unit_ids`. None means that each token is a
-    unit. `how` "mean" is the log of the geometric mean of the ratios, "sum" the log of their
+    unit. `how` "mean" gives the log of the geometric mean of the ratios, "sum" the log of their
     product, and "max" the log-ratio farthest from 0. The result is 0 for tokens that were not
     sampled. On a GPU, the call waits for the device once.
     """
@@ -204,9 +205,9 @@ def log_staleness(
     """Return log S of each token's unit, with gradient 1 for the token's own `logp`.
 
     S = pi / pi_old is aggregated over the unit (see `aggregate`). The result is 0 for tokens that
-    were not sampled. Its `exp` is `sg(S_u) * exp(logp_t - sg(logp_t))`, where sg stops the
-    gradient. So a product over a unit of n tokens does not multiply the gradient by n (GSPO-token,
-    arXiv 2507.18071, eq. 14).
+    were not sampled. Its `exp` is `sg(S_u) * exp(logp_t - sg(logp_t))`, where S_u is the aggregate
+    and sg stops the gradient. So a product over a unit of n tokens does not multiply the gradient
+    by n (GSPO-token, arXiv 2507.18071, eq. 14).
     """
     now = widen(logp)
     held = aggregate(now.detach() - widen(old_logp.detach()), unit, sampled=sampled, how=how)
@@ -236,7 +237,8 @@ def binary_kl(
 def two_way_kl(
     log_discrepancy: Float[Tensor, "*shape"], behavior_logp: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return the larger of `binary_kl` from pi_old to mu and from mu to pi_old, in nats.
+    """Return the larger of KL(pi_old, mu) and KL(mu, pi_old) over {the token, any other token}, in
+    nats.
 
     `log_discrepancy` is log(pi_old / mu) of each token, not aggregated. No gradient.
     """
@@ -254,8 +256,8 @@ def k3(
 
 
 DIVERGENCES = {"two_way_kl": two_way_kl, "k3": k3}
-"""Divergences between pi_old and mu at a token, as functions of its log D and its `behavior_logp`.
-A correction mode gets a divergence by a parameter with the name that is the key.
+"""Divergences between pi_old and mu at a token, by name. Each is a function of the token's log D
+and `behavior_logp`. A correction mode that has a parameter with this name gets the divergence.
 """
 
 
@@ -268,9 +270,7 @@ class CorrectionWeights:
     keep: Bool[Tensor, "*shape"]
     """False for tokens that the correction dropped, and for tokens that were not sampled."""
     weighted: bool = False
-    """True if `weight` has the discrepancy D as a factor. A second weighting by D then raises
-    ValueError.
-    """
+    """True if D is a factor of `weight`. Then a second weighting by D raises ValueError."""
 
     @property
     def factor(self) -> Tensor:
@@ -306,7 +306,7 @@ def mask(
 ) -> CorrectionWeights:
     """Keep a token only if `low <= D <= high`, where D = pi_old / mu is the discrepancy.
 
-    If D is aggregated by `mean`, a narrow range such as 1/1.005 to 1.005 is needed.
+    A D that is aggregated by `mean` varies little, and needs a range such as 1/1.005 to 1.005.
     """
     return replace(before, keep=before.keep & _inside(log_discrepancy, low=low, high=high))
 
@@ -321,9 +321,9 @@ def truncate(
 ) -> CorrectionWeights:
     """Weight each token by `min(D, high)`, where D = pi_old / mu: truncated importance sampling.
 
-    This is IMPALA's rho-bar (arXiv 1802.01561), called TIS in LLM training. With `high = inf` the
-    weight is D. `normalize` divides the weights by their mean over kept tokens (self-normalized
-    importance sampling). The tensors must then be those of the whole batch.
+    This is the rho-bar of IMPALA (arXiv 1802.01561), called TIS in LLM training. With `high = inf`
+    the weight is D. With `normalize`, the weights are divided by their mean over kept tokens
+    (self-normalized importance sampling). The tensors must then be those of the whole batch.
     """
     if not high > 0:
         raise ValueError(f"high must be > 0, got {high}")
@@ -341,8 +341,8 @@ def clamp(
 ) -> CorrectionWeights:
     """Weight each token by D = pi_old / mu, limited to the range from `low` to `high`.
 
-    `truncate` does the same without a lower limit. `normalize` divides the weights by their mean
-    over kept tokens.
+    `truncate` does the same without a lower limit. With `normalize`, the weights are divided by
+    their mean over kept tokens.
     """
     if not (0 <= low <= high and high > 0):
         raise ValueError(f"clamp needs 0 <= low <= high and high > 0, got {low} .. {high}")
@@ -361,8 +361,8 @@ def mask_weight(
 ) -> CorrectionWeights:
     """Weight a token by D = pi_old / mu if `low <= D <= high`, and drop it otherwise.
 
-    The method is known as IcePop and as MIS (arXiv 2510.18855). `normalize` divides the weights by
-    their mean over kept tokens.
+    The method is known as IcePop and as MIS (arXiv 2510.18855). With `normalize`, the weights are
+    divided by their mean over kept tokens.
     """
     inside = _inside(log_discrepancy, low=low, high=high)
     return _weight_inside(log_discrepancy, before, inside, normalize=normalize)
@@ -379,10 +379,10 @@ def kpop(
 ) -> CorrectionWeights:
     """Weight a token by D = pi_old / mu if a KL is at most `kl_limit`, and drop it otherwise.
 
-    This is KPop (ringtech.notion.site/kpop). The KL is between the distributions of pi_old and mu
-    over {the token, any other token}, the larger of both directions (`two_way_kl`). A limit on it
-    allows large ratios of rare tokens, but only small ones of likely tokens. `normalize` divides
-    the weights by their mean over kept tokens.
+    This is KPop (ringtech.notion.site/kpop). The KL (`two_way_kl`) is between pi_old and mu, over
+    two events: the token, and any other token. It is the larger one of both directions. A limit on
+    it allows large ratios of rare tokens, but only small ones of likely tokens. With `normalize`,
+    the weights are divided by their mean over kept tokens.
     """
     inside = two_way_kl <= kl_limit
     return _weight_inside(log_discrepancy, before, inside, normalize=normalize)
@@ -398,7 +398,7 @@ def k3_mask(
 ) -> CorrectionWeights:
     """Keep a token only if D - 1 - log D is at most `kl_limit`, where D = pi_old / mu.
 
-    The mean of this over a sequence estimates KL(mu, pi_old) per token
+    The mean of D - 1 - log D over a sequence estimates KL(mu, pi_old) per token
     (joschu.net/blog/kl-approx.html).
     """
     return replace(before, keep=before.keep & (k3 <= kl_limit))
@@ -414,8 +414,8 @@ def veto(
     """Drop each sequence in which a sampled token's D = pi_old / mu is below `below`. 0 drops none.
 
     `log_discrepancy` is log D per token, not aggregated. Tokens that an earlier correction dropped
-    count, too. One token that is nearly impossible for the trainer shows that engine and trainer
-    had different contexts, which affects the whole sequence.
+    are checked, too. A token that is nearly impossible for the trainer shows that engine and
+    trainer had different contexts, which affects the whole sequence.
     """
     if not 0 <= below <= 1:
         raise ValueError(f"below must be between 0 and 1, got {below}")
@@ -435,10 +435,10 @@ def cap_ratio(
 ) -> Float[Tensor, "*shape"]:
     """Return a factor on each token's loss that limits pi / mu to `high`: min(1, high mu / pi).
 
-    pi / mu is the product of D = pi_old / mu and S = pi / pi_old. Together with a weight D and a
-    loss in S A, the token's advantage A is then multiplied by `min(D S, high)`. This is V-trace's
-    rho-bar (arXiv 1802.01561) on the whole ratio. The factor has no gradient, and is 1 for tokens
-    that were not sampled.
+    pi / mu is the product of D = pi_old / mu and S = pi / pi_old. If a token has the weight D and
+    the loss -S A, where A is its advantage, this factor gives -min(D S, high) A. This is the
+    rho-bar of V-trace (arXiv 1802.01561) on the whole ratio. The factor has no gradient, and is 1
+    for tokens that were not sampled.
     """
     if not high > 0:
         raise ValueError(f"high must be > 0, got {high}")
@@ -456,8 +456,8 @@ def summary(
     """Return metrics of a correction: weights, kept shares, and percentiles of log D and log S.
 
     D = pi_old / mu is the discrepancy, and S = pi / pi_old the staleness ratio. Percentiles
-    (nearest rank) keep the sign. Shares and means are over all sampled tokens, including dropped
-    ones. Empty without sampled tokens.
+    (nearest rank) are of the signed values. Shares and means are over all sampled tokens, including
+    dropped ones. Empty if no token was sampled.
     """
     if not sampled.any():
         return {}
@@ -486,9 +486,9 @@ def divergence(
 
     `kl_k1` and `kl_k3` estimate KL(mu || pi_old), where mu is the engine's policy
     (joschu.net/blog/kl-approx.html). `chi2` estimates E[D^2] - 1 with D = pi_old / mu, per token
-    and for the product over a sequence. It can be negative on a finite sample. A log-perplexity is
-    the mean of -logp over a sequence, and `diff` is the trainer's minus the engine's. Sequences
-    have equal weights. Empty without sampled tokens.
+    and for the product over a sequence. It can be negative on a finite sample. `log_ppl`
+    (log-perplexity) is the mean of -logp over a sequence, and `log_ppl_diff` is the trainer's minus
+    the engine's. Their means give sequences equal weights. Empty if no token was sampled.
     """
     if not sampled.any():
         return {}

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 MIXTURES = {"forward": 0.0, "reverse": 1.0}
-"""The divergences by name, each as the `beta` with which `mixed_divergence` computes it."""
+"""The `beta` for which `mixed_divergence` computes each divergence, by the divergence's name."""
 
 
 def reverse_advantage(
@@ -33,9 +33,9 @@ def mixed_divergence(
     """Return the generalised Jensen-Shannon divergence of two distributions, in nats.
 
     With the policy p, the teacher q and m = beta q + (1 - beta) p it is beta KL(q || m) + (1 -
-    beta) KL(p || m) (arXiv 2306.13649, eq. 1). For beta 0 and 1 this would be 0, so these give KL(q
-    || p) and KL(p || q) instead. A token that is impossible under the teacher makes KL(p || q)
-    infinite. Raises ValueError unless beta is from 0 to 1.
+    beta) KL(p || m) (arXiv 2306.13649, eq. 1). That is 0 for beta 0 and 1, so KL(q || p) and KL(p
+    || q) are returned for these. KL(p || q) is infinite if a token is impossible under the teacher.
+    Raises ValueError unless beta is from 0 to 1.
     """
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must be from 0 to 1, got {beta}")

@@ -1,9 +1,9 @@
 """Generalised advantage estimation (GAE) and the loss of its critic, as functions of tensors.
 
-An action is one sampled token, or one turn. The critic forecasts the discounted rewards from each
-action on, from the tokens before it. Text between actions that the policy did not sample is not
-discounted. Tensors are `[T]`, with packed sequences end to end, or `[n]` with one entry for each
-action.
+An action is one sampled token, or one turn. For each action, the critic reads the tokens before it,
+and forecasts the discounted sum of the rewards from this action on. Tokens between actions that the
+policy did not sample are not discounted. Tensors are `[T]`, with packed sequences end to end, or
+`[n]` with one entry for each action.
 """
 
 import torch
@@ -20,7 +20,7 @@ def action_starts(
 ) -> Bool[Tensor, "T"]:
     """Return a mask `[T]` of the first token of each action.
 
-    An action is a turn if `over` is "turn", and otherwise a sampled token.
+    An action is a turn if `over` is "turn", otherwise a sampled token.
     """
     if over == "token":
         return sampled
@@ -75,9 +75,9 @@ def value_loss(
 ) -> Float[Tensor, "n"]:
     """Return half of the squared error of each forecast, with PPO's clipping of values.
 
-    `before` are the forecasts at the start of the batch. If a forecast has moved from them by more
-    than `clip`, its loss is the larger one of the forecast itself and of `before` plus or minus
-    `clip`. With `clip` 0 no forecast is clipped.
+    `before` are the forecasts at the start of the batch. If a forecast differs from `before` by
+    more than `clip`, the loss is also computed for `before` plus or minus `clip`, and the larger
+    loss is returned. With `clip` 0 no forecast is clipped.
     """
     error = (value - target).square()
     if clip:

@@ -5,9 +5,9 @@
 Functions take tensors of any one shape: packed `[T]` or padded `[B, T]`. An objective receives log
 S from `corrections.log_staleness`: the value of the token's unit, with gradient 1 for the token's
 own log-probability. It also receives the advantage A of each token. `sampled` is the mask of tokens
-that the policy sampled. With it, the advantages of other tokens may be anything, even NaN. Without
-it, all advantages must be finite. Weights, masks and `norm` carry no gradient. Compute `norm` once
-on the whole batch. The losses of its micro-batches then sum to the loss of the batch.
+that the policy sampled. If it is given, the advantages of other tokens are ignored, even NaN.
+Otherwise all advantages must be finite. Weights, masks and `norm` carry no gradient. Compute `norm`
+once on the whole batch. The losses of its micro-batches then sum to the loss of the batch.
 
 `unstale/objectives` declares an objective for each of these functions, with the same name.
 """
@@ -33,8 +33,8 @@ from unstale.config.algorithm import LossAggregation
 class Surrogate(NamedTuple):
     """The loss of each token before weights are applied, and masks of clipped tokens.
 
-    A token is clipped if its ratio S = pi / pi_old is beyond a limit of the objective. Its loss
-    then mostly does not change with S.
+    A token is clipped if its ratio S = pi / pi_old is beyond a limit of the objective. With most
+    objectives, the loss of such a token does not change with S.
     """
 
     loss: Tensor
@@ -83,8 +83,8 @@ def dual_clip(  # noqa: PLR0913 - two clips
     """PPO's clipped loss, limited to `dual_clip * |A|` where the advantage A is negative.
 
     Without this limit (arXiv 1912.09729) the loss is unbounded for a token with A < 0 whose
-    probability grew. It means that S = pi / pi_old counts as at most `dual_clip` there. Raises
-    ValueError unless `dual_clip` is above 1.
+    probability grew. With it, S = pi / pi_old counts as at most `dual_clip` for such a token.
+    Raises ValueError unless `dual_clip` is above 1.
     """
     if not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1 (1 stops fresh tokens too), got {dual_clip}")
@@ -107,8 +107,9 @@ def gspo(
 ) -> Surrogate:
     """GSPO: PPO's clipped loss on the mean ratio of a sequence (arXiv 2507.18071, eq. 13).
 
-    The clip is narrow, because a mean ratio varies little. `log_staleness` must be aggregated over
-    the unit `sequence` by `mean`. The paper averages the loss by `sequence_mean` (`token_norm`).
+    The limits are near 1, because a mean ratio varies little. `log_staleness` must be aggregated
+    over the unit `sequence` by `mean`. The paper averages the loss by `sequence_mean`
+    (`token_norm`).
     """
     return ppo_clip(
         log_staleness, advantage, sampled=sampled, clip_low=clip_low, clip_high=clip_high
@@ -126,7 +127,7 @@ def cispo(
     """CISPO: -sg(clip(S, 1 - clip_low, 1 + clip_high)) A log pi, so clipped tokens keep a gradient.
 
     S is the staleness ratio pi / pi_old, A the advantage, and sg stops the gradient (arXiv
-    2506.13585, eq. 4). The code has log S in place of log pi. The two differ by the constant
+    2506.13585, eq. 4). The code uses log S instead of log pi. The two differ by the constant
     `old_logp`, so the gradient is the same, and the loss is 0 where S = 1. The paper uses `clip_low
     = 1`, which sets no lower limit.
     """
@@ -168,10 +169,11 @@ def dro(
 ) -> Surrogate:
     """DRO: -(A log S - dro_beta / 2 (log S)^2), which fits `dro_beta` log S to the advantage A.
 
-    S is the staleness ratio pi / pi_old. In the papers it is the ratio of a whole sequence (unit
-    `sequence`, aggregated by `sum`). From direct reward optimization (arXiv 2405.19107) and arXiv
-    2501.12599. The loss plus A^2 / (2 dro_beta) is (A - dro_beta log S)^2 / (2 dro_beta). No
-    importance weight is needed: the gradient of a token is its score times `dro_beta log S - A`.
+    S is the staleness ratio pi / pi_old. In the papers (direct reward optimization, arXiv
+    2405.19107, and arXiv 2501.12599) it is the ratio of a whole sequence: unit `sequence`,
+    aggregated by `sum`. The loss plus A^2 / (2 dro_beta) is (A - dro_beta log S)^2 / (2 dro_beta).
+    No importance weight is needed: the gradient of a token's loss is `dro_beta log S - A` times the
+    gradient of `logp`.
     """
     advantage = _of_actions(advantage, sampled)
     return _unclipped(dro_beta / 2 * log_staleness.square() - log_staleness * advantage)
@@ -207,12 +209,12 @@ def dppo(  # noqa: PLR0913 - two limits
     """DPPO: -S A, without gradient where pi is too far from pi_old and A moves it further away.
 
     S is the staleness ratio pi / pi_old of the token and A the advantage. The distance is a
-    divergence between the distributions of pi_old and pi over {the token, any other token}:
-    |pi - pi_old| (`tv`) or KL(pi_old, pi) in nats (`kl`). A token with A > 0 is stopped if it
-    became likelier by more than `divergence_high`, one with A < 0 if it became less likely by more
-    than `divergence_low`. Its loss is then 0. `kl_tau` (log S)^2 is added to every token's loss,
-    stopped or not. See arXiv 2602.04879, eq. 12 (mask), 13 (`tv`) and 14 (`kl`). In the paper,
-    pi_old is the engine's policy mu.
+    divergence of pi from pi_old over two events: the token, and any other token. It is |pi -
+    pi_old| (`tv`) or KL(pi_old, pi) in nats (`kl`). The loss is 0 for a token with A > 0 that
+    became likelier by more than `divergence_high`, and for one with A < 0 that became less likely
+    by more than `divergence_low`. `kl_tau` (log S)^2 is added to the loss of every token, including
+    these. See arXiv 2602.04879, eq. 12 (mask), 13 (`tv`) and 14 (`kl`). In the paper, pi_old is the
+    engine's policy mu.
     """
     advantage = _of_actions(advantage, sampled)
     old = widen(old_logp.detach())
@@ -235,14 +237,14 @@ def vespo(  # noqa: PLR0913 - two pairs of constants
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> Surrogate:
-    """VESPO: -sg(W^k exp(lambda (1 - W))) A log pi, a soft weight of a whole sequence.
+    """VESPO: -sg(W^k exp(lambda (1 - W))) A log pi, a smooth weight of a whole sequence.
 
     W is the product of a sequence's staleness ratios: `log_staleness` must be aggregated over the
     unit `sequence` by `sum`. k and lambda are `vespo_k_pos` and `vespo_lambda_pos` where the
     advantage A >= 0, else `vespo_k_neg` and `vespo_lambda_neg`. sg stops the gradient. The weight
-    is 1 at W = 1 and vanishes on both sides. The code has log S in place of log pi, as in `cispo`.
-    See arXiv 2602.10693, whose W is pi / mu, with c1 = k and c2 = lambda. The paper does not divide
-    by lengths.
+    is 1 at W = 1, and goes to 0 far below and far above. The code uses log S instead of log pi, as
+    in `cispo`. See arXiv 2602.10693, whose W is pi / mu, with c1 = k and c2 = lambda. The paper
+    does not divide by lengths.
     """
     advantage = _of_actions(advantage, sampled)
     log_w = log_staleness.detach().clamp(-LOG_LIMIT, LOG_LIMIT)
@@ -265,9 +267,9 @@ def drpo(
     """DRPO: -(S A - |A| / (2 drpo_delta) pi_old (S - 1)^2), a smooth form of `dppo`.
 
     S is the staleness ratio pi / pi_old of the token and A the advantage. The gradient of a token's
-    logp is that of -S A times 1 - sign(A) (pi - pi_old) / drpo_delta. So it fades as A moves the
-    token's probability away from pi_old, is 0 at a change of `drpo_delta`, and points back beyond.
-    See arXiv 2606.09821, eq. 8, whose pi_old is the engine's policy mu.
+    logp is that of -S A, times 1 - sign(A) (pi - pi_old) / drpo_delta. So it shrinks as A moves the
+    token's probability away from pi_old, is 0 at a change of `drpo_delta`, and has the opposite
+    sign beyond. See arXiv 2606.09821, eq. 8, whose pi_old is the engine's policy mu.
     """
     advantage = _of_actions(advantage, sampled)
     old = widen(old_logp.detach()).exp()
@@ -286,13 +288,13 @@ def vaco(
     sampled: Bool[Tensor, "*shape"],
     vaco_delta: float = 0.2,
 ) -> Surrogate:
-    """VACO's filter: -S A, without gradient where A moves a token of a far sequence further away.
+    """VACO: -S A, without gradient where A moves a token of a far sequence further away.
 
     S is the staleness ratio pi / pi_old of the token and A the advantage. A sequence is far if the
     mean of |S - 1| over its sampled tokens is above `vaco_delta`. Half of that mean estimates the
     total variation between pi_old and pi. In a far sequence, tokens with A log S > 0 have the loss
-    0. See arXiv 2603.01365, whose pi_old is the engine's policy mu. open-instruct takes the mean
-    per sequence.
+    0. See arXiv 2603.01365, whose pi_old is the engine's policy mu. The mean is per sequence as in
+    open-instruct.
     """
     advantage = _of_actions(advantage, sampled)
     ratio = bounded_exp(log_staleness)
@@ -327,10 +329,10 @@ def mask_sequences(  # noqa: PLR0913 - the values of tokens
 ) -> Surrogate:
     """Set the loss of tokens with A < 0 to 0 in sequences from which the policy has moved away.
 
-    This is off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556). Such a sequence has a
-    mean of log mu - log pi over its sampled tokens above `threshold`, in nats. mu is the engine's
-    policy, so the mean contains discrepancy and staleness. The masked tokens have no gradient, and
-    count as clipped from below.
+    This is off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556). The policy has moved away
+    from a sequence if the mean of log mu - log pi over its sampled tokens is above `threshold`, in
+    nats. mu is the engine's policy, so the mean contains discrepancy and staleness. The masked
+    tokens have no gradient, and count as clipped from below.
     """
     log_ratio = log_discrepancy(logp, behavior_logp, sampled=sampled)
     far = aggregate(-log_ratio, sequence, sampled=sampled) > threshold
@@ -362,7 +364,7 @@ def token_norm(
       not change the gradients of the others.
     - `kept`: 1 / number of tokens that the correction kept.
     - `sequence_mean`: the mean over the sampled tokens of a sequence, then the mean over sequences.
-      The weight of a token is then smaller in longer sequences.
+      A token of a longer sequence has a smaller weight.
     - `constant`: 1 / (sequences * constant), which ignores lengths (Dr. GRPO, arXiv 2503.20783).
 
     Only sequences with a sampled token count. Compute this factor on the whole batch, across all
@@ -396,12 +398,12 @@ def loss_divisor(
     sequence: Int[Tensor, "*shape"],
     how: LossAggregation = "action_tokens",
 ) -> int:
-    """Return what a part of a batch adds to the loss's divisor: a number of tokens or sequences.
+    """Return the number of tokens or sequences by which the loss of a part of a batch is divided.
 
-    The loss of the part with its own `token_norm`, times this number, does not depend on the other
-    parts. So the loss of the batch is the sum of these products over its parts, divided by the sum
-    of the numbers. The counted tokens are those of `token_norm`. Sequences (`sequence_mean` and
-    `constant`) count if they have a sampled token.
+    With its own `token_norm`, the loss of a part does not depend on the other parts. The loss of
+    the batch is the sum over its parts of this loss times this number, divided by the sum of these
+    numbers. Tokens are counted as in `token_norm`. Sequences (for `sequence_mean` and `constant`)
+    are counted if they have a sampled token.
     """
     if how in ("action_tokens", "kept"):
         return int((keep if how == "kept" else sampled).sum())
@@ -418,11 +420,11 @@ def reference_kl(
     """Return an estimate of KL(pi || reference) for each sampled token, to be added to the loss.
 
     With x = logp - reference_logp the value is k1 = x, k2 = x^2 / 2 or k3 = e^-x - 1 + x
-    (joschu.net/blog/kl-approx.html). The gradient of all three is that of k2, which is x * grad
-    logp, because only its mean over tokens drawn from pi is the gradient of KL(pi || reference).
-    The mean gradient of k1 would be 0, and that of k3 would belong to KL(reference || pi) (arXiv
-    2506.09477). Multiply by sg(D * S) on stale tokens, where sg stops the gradient. The effect of a
-    token on later contexts is not included.
+    (joschu.net/blog/kl-approx.html). All three have the gradient of k2, which is x * grad logp. Its
+    mean over tokens drawn from pi is the gradient of KL(pi || reference). The mean gradient of k1
+    would be 0, and that of k3 would belong to KL(reference || pi) (arXiv 2506.09477). Multiply by
+    sg(D * S) on stale tokens, where sg stops the gradient. The effect of a token on later contexts
+    is not included.
     """
     gap = torch.where(sampled, widen(logp) - widen(reference_logp.detach()), 0.0)
     k2 = gap.square() / 2
@@ -440,9 +442,10 @@ def reference_kl(
 
 
 def entropy(logits: Float[Tensor, "*shape vocabulary"]) -> Float[Tensor, "*shape"]:
-    """Return the exact entropy, in nats, of next-token distributions. Subtract it from the loss.
+    """Return the exact entropy of next-token distributions, in nats. As a bonus, subtract it from a
+    loss.
 
-    `logits` must be divided by the sampling temperature already. A token with logit -inf adds
+    `logits` must already be divided by the sampling temperature. A token with logit -inf adds
     nothing, and has gradient 0.
     """
     logps = torch.log_softmax(widen(logits), dim=-1)

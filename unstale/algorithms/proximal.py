@@ -2,7 +2,7 @@
 
 mu is the engine's policy that sampled the token, pi the current policy, and prox the approximation
 of the old policy. docs/old-logps.md describes the errors of each approximation in D = prox / mu and
-S = pi / prox. All tensors have one shape, packed `[T]` or padded `[B, T]`. The computation is in
+S = pi / prox. All tensors have one shape, packed `[T]` or padded `[B, T]`. Computations are in
 float32, or in float64 if an input is float64.
 """
 
@@ -75,10 +75,10 @@ def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
 
         w_k = beta w_{k-1} + 1 ;   a_k = beta w_{k-1} (a_{k-1} + 1) / w_k
 
-    `weight` is the sum w of all updates' weights, which decay by `beta` with each update. `age` is
-    the mean age a of the averaged weights, in updates (arXiv 2110.00641). The update itself adds
-    `(theta_k - ewma) / w_k` to the average. The first update gives weight 1 and age 0. The age
-    tends to beta / (1 - beta).
+    `weight` is w: the sum of the weights of all updates, which decay by `beta` with each update.
+    `age` is a: the mean age of the averaged weights, in updates (arXiv 2110.00641). The update
+    itself adds `(theta_k - ewma) / w_k` to the average. The first update gives weight 1 and age 0.
+    The age approaches beta / (1 - beta).
 
     >>> averaged(1.0, 0.0, beta=0.5)
     (1.5, 0.3333333333333333)
@@ -88,7 +88,7 @@ def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
 
 
 def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -> float:
-    """Return the decay of the next update that brings the age of an average closest to `target`.
+    """Return the decay with which the next update brings the age of an average closest to `target`.
 
     `weight` and `age` are those of the average before the update (see `averaged`). Ages are in
     updates. The decay is at most `beta_max`. An update adds less than 1 to the age, so a target of
@@ -106,9 +106,9 @@ def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -
 
 
 def nearest_age(lag: Int[Tensor, "*shape"], ages: list[float]) -> Int[Tensor, "*shape"]:
-    """Return for each token the index of the number in `ages` that is nearest to its lag.
+    """Return for each token the index of the entry of `ages` that is nearest to its `lag`.
 
-    `lag` and `ages` are in batches. If two ages are equally near, return the index of the first.
+    Both are in batches. If two ages are equally near, return the lower index.
 
     >>> nearest_age(torch.tensor([0, 1, 2, 5]), [0.5, 3.0]).tolist()
     [0, 0, 1, 1]

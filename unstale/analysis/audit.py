@@ -2,7 +2,7 @@
 
 A route is a method to obtain old log-probabilities. For each route, the recorded weights are loaded
 version by version, and the route is called as in training. It returns old log-probabilities of the
-batches that were trained on. They are compared with the true ones, computed with the recorded
+batches that were trained on. These are compared with the true ones, computed with the recorded
 weights that sampled each token. A recording does not contain the times at which tokens arrived. So
 the route `eager`, which scores while the trainer waits, is given time to score all tokens.
 """
@@ -162,9 +162,7 @@ def segments(batch: Batch) -> Iterator[PendingPiece]:
 
 @dataclass(slots=True)
 class Spent:
-    """What a route (a way to compute `old_logp`) has cost: its time, and the costs that it
-    reports.
-    """
+    """The costs of a route (a way to compute `old_logp`): its time, and costs that it reports."""
 
     seconds: float = 0.0
     summed: dict[str, float] = field(default_factory=lambda: defaultdict(float))

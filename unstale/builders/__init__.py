@@ -16,7 +16,6 @@ from unstale.builders.policy import load_policy, loads_in_place, lora_of, shares
 from unstale.builders.ranked import build_rank
 from unstale.builders.run import build, build_components
 from unstale.builders.sampling import (
-    at_eval_temperature,
     build_chat,
     build_engine,
     build_generator,
@@ -24,6 +23,7 @@ from unstale.builders.sampling import (
     build_sampler,
     build_server,
     ends_freely,
+    for_evaluation,
     warn_of_hidden_tools,
     without_tasks,
 )
@@ -31,7 +31,6 @@ from unstale.builders.sampling import (
 __all__ = [
     "Components",
     "LocalComponents",
-    "at_eval_temperature",
     "build",
     "build_advantage",
     "build_chat",
@@ -46,6 +45,7 @@ __all__ = [
     "build_server",
     "build_trainer",
     "ends_freely",
+    "for_evaluation",
     "load_policy",
     "loads_in_place",
     "lora_of",

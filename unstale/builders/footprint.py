@@ -14,6 +14,7 @@ from unstale.config.hub import count_weights
 from unstale.config.routes import live_versions
 from unstale.config.techniques import needs_reference
 from unstale.durability.checkpoint import CHECKPOINTS, VERSIONS
+from unstale.durability.run_folder import disk_size
 from unstale.engines.registry import packs_weights
 from unstale.model import linear
 from unstale.model.policy import Policy
@@ -32,8 +33,8 @@ at a learning rate of 1e-6, where most weights change in every step, in their lo
 _WIDE = 4
 _GRADIENT = 4
 _MOMENTS: dict[str, float] = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1, "AdamW8bit": 0.5}
-"""Optimizer -> number of float32 values per weight that it keeps. Those that are missing keep two,
-as AdamW does.
+"""Number of float32 values per weight that an optimizer keeps, by the optimizer's name. Optimizers
+that are not listed keep two, as AdamW does.
 """
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PACKED = 1.2
@@ -121,11 +122,11 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
     The space is predicted from the sizes of the run's present checkpoints, versions and policy.
     Files that the run will remove or replace are taken into account. The journal is not counted.
     """
-    checkpoints = [_size(path) for path in (run / CHECKPOINTS).glob("step*") if not path.suffix]
+    checkpoints = [disk_size(path) for path in (run / CHECKPOINTS).glob("step*") if not path.suffix]
     checkpoint: float = max(checkpoints, default=0)
     if step == 0:  # the optimizer's moments are not in it yet
         checkpoint *= 1 + _MOMENTS.get(config.trainer.optimizer, 2)
-    versions = [_size(path) for path in (run / VERSIONS).glob("*") if path.suffix != ".part"]
+    versions = [disk_size(path) for path in (run / VERSIONS).glob("*") if path.suffix != ".part"]
     policy = sum(path.stat().st_size for path in config.pretrained_folder.glob("*.safetensors"))
     rest = config.max_steps - step
     every = config.checkpoint.interval
@@ -151,15 +152,9 @@ def _lacking_disk(folder: Path, needed: float) -> str:
     """
     usage = shutil.disk_usage(folder)
     parts = [part for name in (CHECKPOINTS, VERSIONS) for part in (folder / name).glob("*.part")]
-    free = usage.free + sum(map(_size, parts))
+    free = usage.free + sum(map(disk_size, parts))
     is_enough = not usage.total or free >= needed
     return "" if is_enough else f"{folder} has {free / _GB:.2f} GB free"
-
-
-def _size(path: Path) -> int:
-    """Return the size in bytes of a file, or of all files of a folder."""
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    return sum(each.stat().st_size for each in files)
 
 
 def _num_policies(config: RunConfig) -> int:

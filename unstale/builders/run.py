@@ -12,7 +12,7 @@ import torch
 from unstale.builders.components import Components
 from unstale.builders.local import build_advantage, build_local
 from unstale.builders.ranked import build_ranked
-from unstale.builders.sampling import at_eval_temperature, build_rollout, build_sampler
+from unstale.builders.sampling import build_rollout, build_sampler, for_evaluation
 from unstale.cluster import components
 from unstale.cluster.ranks import Notify, Ranks
 from unstale.config import (
@@ -52,7 +52,7 @@ from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.rollout.text_vectors import text_vectors
-from unstale.rollout.texts import PolicyTexts, require_solutions
+from unstale.rollout.texts import PolicyTexts, prepare_strategy, require_solutions
 from unstale.trainer.threads import LocalThread, SharedCores
 from unstale.weights.recording import RECORDED
 
@@ -166,6 +166,7 @@ def build(
     )
     texts = PolicyTexts(taskset, generator)
     require_solutions(parts.techniques, texts, taskset, config.seed)
+    prepare_strategy(parts.techniques, texts)
     queue = build_queue(config.schedule, start, policy)
     shared_cores = SharedCores(
         config, are_engines_idle=lambda: queue.waits_for_training and engine.is_idle()
@@ -181,7 +182,7 @@ def build(
             config,
             taskset,
             make_rollout(
-                at_eval_temperature(generator, config.eval),
+                for_evaluation(generator, config.eval),
                 on_failure=recorder.held_out_failure,
                 on_blocked=recorder.blocked,
             ),
@@ -288,7 +289,7 @@ def _best_policy(
     """
     if config.eval.keep_best == "none":
         return None
-    return BestPolicy(folder, config.eval, parts.save_policy, step=start.progress.step)
+    return BestPolicy(folder, config, parts.save_policy, step=start.progress.step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Create task set, engine and rollout of a run: everything that makes episodes."""
 
 import math
+import secrets
 import shlex
 import sys
 from collections.abc import Callable
@@ -41,10 +42,8 @@ from unstale.engines.registry import EngineOptions, engine_spec, packs_weights
 from unstale.engines.routing import Phases
 from unstale.envs import (
     EnvError,
-    HasGiveaways,
     HasNotice,
     Taskset,
-    Votable,
     implements,
     sandbox,
 )
@@ -54,7 +53,13 @@ from unstale.envs.guard import (
     Watchdog,
     time_limit,
 )
-from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks, preparing
+from unstale.envs.registry import (
+    build_taskset,
+    check_taskset,
+    held_out_tasks,
+    missing_methods,
+    preparing,
+)
 from unstale.isolation import IsolatedTasks, isolate
 from unstale.kept_sets import Truncation
 from unstale.model.lora import Merging
@@ -77,8 +82,6 @@ def build_sampler(
         sandbox.allow_weak()
     taskset = build_taskset(config.task)
     check_taskset(taskset, config.seed, config.max_steps * config.schedule.groups_per_step)
-    with preparing(taskset, "giveaways()"):
-        warn_of_giveaways(taskset)
     with preparing(taskset, "notice()"):
         print_notice(taskset)
     if config.selection.pool:  # both calls raise ConfigError for a pool that does not fit
@@ -88,7 +91,7 @@ def build_sampler(
                 read_texts(taskset, pool)
     with preparing(taskset, "train()"):
         require_repeats(config, taskset)
-    require_answers(config, taskset)
+    require_methods(config, taskset)
     num_held_out = len(held_out_tasks(taskset, config.eval.tasks))
     if num_held_out < config.eval.tasks:
         _print_note(
@@ -100,24 +103,20 @@ def build_sampler(
         taskset = isolate(taskset, config.task, remote_workers(config.cluster))
     else:
         taskset = isolate(taskset, config.task)
+    build_rollout(config, taskset)  # raises ConfigError for what the task set cannot be used with
     policy = load_policy(config)
-    build_rollout(config, taskset)  # raises ConfigError if a package for the task set is missing
     generator = build_generator(config, policy, taskset, engine)
     if config.rollout.processes > 1:
         require_divisible(config, taskset, generator.engine)
     return policy, taskset, generator
 
 
-def require_answers(config: RunConfig, taskset: Taskset) -> None:
-    """Raise `ConfigError` if a technique compares answers and the task set cannot read them from
-    replies.
-    """
-    names = [each.name for each in chosen(config.techniques) if "answers" in each.requires]
-    if names and not implements(taskset, Votable):
+def require_methods(config: RunConfig, taskset: Taskset) -> None:
+    """Raise `ConfigError` if the task set lacks a method that a technique needs."""
+    for name, methods in missing_methods(config, taskset).items():
         raise ConfigError(
-            f"the technique {names[0]} compares answers, and the tasks of {taskset.name} have none "
-            "that can be compared: give the task set a method answer_of(task, reply), or choose "
-            "another technique"
+            f"the technique {name} needs {methods} of the task set, and {taskset.name} has none: "
+            "give the task set the method (docs/your-own-task.md), or choose another technique"
         )
 
 
@@ -187,12 +186,16 @@ def build_generator(
     )
 
 
-def at_eval_temperature(generator: Generator, config: EvalConfig) -> Generator:
-    """Return a generator that samples at `eval.temperature`, with the same engine."""
-    generator = replace(generator, signals=False, precise=True)
-    if config.temperature < 0:
-        return generator
-    return replace(generator, temperature=config.temperature)
+def for_evaluation(generator: Generator, config: EvalConfig) -> Generator:
+    """Return a generator that samples as evaluations do, with the same engine."""
+    return replace(
+        generator,
+        temperature=None if config.temperature < 0 else config.temperature,
+        truncation=generator.sampling_truncation._replace(**config.limits),
+        return_sets=False,
+        signals=False,
+        precise=True,
+    )
 
 
 TEMPLATE_S = 30.0
@@ -231,18 +234,8 @@ def build_chat(
         raise
 
 
-def warn_of_giveaways(taskset: Taskset) -> None:
-    """Print a warning if a task set rewards an empty or a constant reply."""
-    text = taskset.giveaways() if implements(taskset, HasGiveaways) else ""
-    if text:
-        _print_note(
-            f"[yellow]warning:[/] {escape(text)}. A policy may learn such replies instead of the "
-            "task: leave these tasks out, or read some episodes of the run"
-        )
-
-
 def print_notice(taskset: Taskset) -> None:
-    """Print what a task set says about itself, if it says something."""
+    """Print the notice of a task set (`HasNotice`), if it has one."""
     if text := taskset.notice() if implements(taskset, HasNotice) else "":
         _print_note(f"note: {escape(text)}")
 
@@ -286,15 +279,20 @@ def build_engine(
     if options.adapters == "unmerged" and not spec.unmerged:
         raise ConfigError(
             f"engine.adapters must be merged with engine.backend = {options.backend}, got "
-            f"{options.adapters}: this engine has one version at a time"
+            f"{options.adapters}: not built, because this engine loads one version at a time"
         )
     if spec.needs_urls and not options.urls.split():
         raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
     if options.truncated_by and not spec.keeps_sets:
         raise ConfigError(
-            f"{options.truncated_by} needs engine.backend = embedded or vllm: {options.backend} "
-            "does not return the tokens among which each token was drawn, so no log-probability "
-            "could be taken over them"
+            f"{options.truncated_by} is not built with engine.backend = {options.backend}, whose "
+            "adapter does not read the tokens among which each token was drawn. Use embedded or "
+            "vllm"
+        )
+    if config.eval.truncated_by and not (spec.truncates or spec.keeps_sets):
+        raise ConfigError(
+            f"{config.eval.truncated_by} is not built with engine.backend = {options.backend}, "
+            "which samples only from the whole vocabulary"
         )
     urls = options.urls.split() or [""] * options.num_started
     max_running = math.ceil(options.max_running / options.num_started)
@@ -302,6 +300,7 @@ def build_engine(
     is_single = len(urls) == 1 and over_file and not loads_in_place(config)
     sends_deltas = is_single and (merging is None or spec.adapter_deltas)
     gpus = run_gpus(config).engines
+    cache_key = secrets.token_hex(32) if options.send_cache else ""
     every = tuple(
         EngineOptions(
             config.policy_folder,
@@ -332,6 +331,7 @@ def build_engine(
             max_versions=config.schedule.staleness_bound + 2 if config.schedule.pin_versions else 2,
             record_experts=config.trainer.routing_replay,
             pictures=pictures.store if pictures else None,
+            cache_key=cache_key,
             lockstep=config.deterministic,
         )
         for number, url in enumerate(urls)
@@ -362,7 +362,8 @@ def build_rollout(
     if isinstance(taskset, IsolatedTasks):
         taskset.workers.on_event = on_event
     if not ends_freely(taskset):
-        return partial(Rollout, deterministic=config.deterministic)
+        forks = any(each.forks_after_turns for each in chosen(config.techniques))
+        return partial(Rollout, deterministic=config.deterministic, forks=forks)
     limiters = [each.name for each in chosen(config.techniques) if each.slot == "limiter"]
     if limiters:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The command `check-template`: check whether a chat template can be continued exactly.
 
-That is, a conversation with a new message must begin with the same text as without it. The command
-renders random conversations. One that shows a problem is shortened as long as it still does.
+A conversation with a new message must begin with the same text as without it. The command renders
+random conversations. If one shows a problem, it is shortened while the problem remains.
 """
 
 import json

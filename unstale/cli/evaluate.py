@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from unstale.builders import at_eval_temperature, build_rollout, build_sampler
+from unstale.builders import build_rollout, build_sampler, for_evaluation
 from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
 from unstale.cli.process import limit_threads
@@ -49,7 +49,7 @@ def evaluate(  # noqa: PLR0913 - options of a command
     """Measure the success of a policy on held-out tasks, with `attempts` episodes for each task.
 
     `trained` is a run folder or a model folder. `config` has the tasks, their number
-    (`eval.tasks`), the sampling temperature (`eval.temperature`) and the default of `attempts`
+    (`eval.tasks`), the sampling options (such as `eval.temperature`) and the default of `attempts`
     (`eval.samples`). Its policy is not used. Finished episodes are added to the file `save`, and
     those that are in it already are not run again. `limit_turns` limits the turns by the successes
     of the run `trained`, as `learned_limit` does. Raises `ConfigError` for wrong settings, and
@@ -80,12 +80,13 @@ def evaluate(  # noqa: PLR0913 - options of a command
     with saved as finished:
         graded = held_out.run(grade, console=console)
     result = EvalResult.of(graded, attempts, [task.env for task in held_out.tasks])
-    return replace(result, reward=finished.mean_reward(attempts_at(held_out.tasks)))
+    means = finished.means(attempts_at(held_out.tasks))
+    return replace(result, reward=means["reward"], turns=means["turns"], tokens=means["tokens"])
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """What an evaluation needs: a policy, held-out tasks, and an engine that samples replies."""
+    """The parts of an evaluation: a policy, held-out tasks, and an engine that samples replies."""
 
     config: RunConfig
     policy: Policy
@@ -118,8 +119,8 @@ class HeldOut:
         *,
         console: Console | None = None,
     ) -> T:
-        """Start the engine, run `work` and return its result. The engine samples at
-        `eval.temperature`.
+        """Start the engine, run `work` and return its result. The engine samples as the options of
+        the evaluation say.
 
         `work` receives the object that runs episodes, and a function that shows progress. Raises
         `RunFailed` if a component fails.
@@ -127,7 +128,7 @@ class HeldOut:
 
         async def main() -> T:
             async with running_generator(self.config, self.policy, self.generator) as generator:
-                sampling = at_eval_temperature(generator, self.config.eval)
+                sampling = for_evaluation(generator, self.config.eval)
                 make = build_rollout(self.config, self.taskset)
                 rollout = make(sampling, self.taskset, self.config.rollout)
                 with LiveDisplay(self.config, console=console or Console()) as display:

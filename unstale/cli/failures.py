@@ -44,7 +44,7 @@ class RunFailed(RuntimeError):
 
 
 def literal(text: object) -> str:
-    """Return text for rich, with brackets that are no markup and control characters as escapes."""
+    """Return `text` as markup that rich prints literally. Control characters become escapes."""
     return escape(show_controls(str(text)))
 
 

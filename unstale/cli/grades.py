@@ -45,6 +45,10 @@ class EvalResult:
     """The result for each environment, by its name. Empty if all tasks are of one environment."""
     reward: float = math.nan
     """The mean reward of all finished episodes. NaN if it is not known."""
+    turns: float = math.nan
+    """Mean number of turns of a finished episode. NaN if it is not known."""
+    tokens: float = math.nan
+    """Mean number of tokens that the policy sampled in a finished episode. NaN if not known."""
 
     @classmethod
     def of(
@@ -121,7 +125,7 @@ class EvalResult:
         return rows
 
     def as_json(self, ks: Sequence[int]) -> dict[str, Any]:
-        """Return counts, `rows` and mean reward for JSON, for all tasks and for each
+        """Return counts, `rows` and means for JSON, for all tasks and for each
         environment.
         """
         row: dict[str, Any] = {
@@ -132,8 +136,7 @@ class EvalResult:
             },
             **(self.rows(ks) if self.is_known else {}),
         }
-        if not math.isnan(self.reward):
-            row["reward_mean"] = self.reward
+        row |= {f"{name}_mean": value for name, value in self._means().items()}
         if self.by_env:
             row["by_env"] = {env: part.as_json(ks) for env, part in self.by_env.items()}
         return row
@@ -150,9 +153,13 @@ class EvalResult:
                 label = f"{env} {name}".strip()
                 table.add_row(label, f"{estimate.value:.1%}", interval, estimate.interval)
             table.add_section()
-        if not math.isnan(self.reward):
-            table.add_row("mean reward", f"{self.reward:.4g}", "", "")
+        for name, value in self._means().items():
+            table.add_row(f"mean {name}", f"{value:.4g}", "", "")
         return table
+
+    def _means(self) -> dict[str, float]:
+        means = {"reward": self.reward, "turns": self.turns, "tokens": self.tokens}
+        return {name: value for name, value in means.items() if not math.isnan(value)}
 
 
 def pass_at(k: int, *, attempts: int, successes: int) -> float:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 NICENESS = 10
-"""Niceness of such a command. On a core with another busy process, it gets about 10% of the time.
+"""Niceness of a command at low priority. Beside a busy process, it gets about 10% of a core's time.
 
 With niceness 19, which gets 1.5%, a list of 60 runs took 7.6 s while three trainings kept two cores
 busy. With 10 it took 0.9 s.
@@ -20,12 +20,14 @@ _AWAITED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
 def run_at_low_priority(act: Callable[[], object]) -> int:
-    """Call `act` at a low priority. Return the exit code of the process that called it.
+    """Call `act` at a low priority. Return an exit code for the command: 0 if `act` returned.
 
-    Linux divides the processor between sessions (terminals) first, and by niceness only within a
-    session. So on Linux, `act` runs in a child process with a session of its own. This process
-    passes signals on to the child, and the child ends with it. An error of `act` is raised in the
-    child. Call this function before any thread is started.
+    On Linux, `act` runs in a child process with a session of its own, because Linux applies
+    niceness only within a session (a terminal). Signals to this process are passed on to the child.
+    The child is ended when this process ends. If `act` raises an error, the child prints it, and
+    the result is the child's exit code. Call this function before any thread is started.
+
+    On other systems, `act` runs in this process, and its errors are raised here.
     """
     if not _AUTOGROUP.exists():
         if hasattr(os, "nice"):

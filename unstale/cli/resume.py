@@ -6,11 +6,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from unstale.config import ConfigError, RunConfig, TaskConfig
+from unstale.config import ConfigError, RunConfig
+from unstale.config.checks import is_served
 from unstale.config.given import HERE
 from unstale.config.options import changed_options, stored_config
 from unstale.config.tasks import find_spec
-from unstale.config.techniques import chosen
+from unstale.config.techniques import chosen, outside_options
 from unstale.durability.run_folder import CONFIG, RunFolder
 
 FIXED = {
@@ -57,7 +58,7 @@ EFFECTS = {
     "trainer.epochs_per_batch": "the position in the learning-rate schedule moves, because it "
     "counts optimizer steps",
 }
-"""What a changed option affects when a run is resumed.
+"""Effects of changing an option when a run is resumed, for the message to the user.
 
 Options with the usual effect are left out.
 """
@@ -69,6 +70,7 @@ def changes_to_run(run: Path, config: RunConfig) -> list[str]:
     Raises `ConfigError` for an option that must not change.
     """
     named = {f"task.{name}": value for name, value in asdict(config.task).items()}
+    named |= outside_options(config)
     return config_changes(load_config(run, named=named), config)
 
 
@@ -117,7 +119,7 @@ def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
     missing.
     """
     config = read_config(run)
-    unnamed = {name: value for name, value in _code(config.task) if name not in named}
+    unnamed = {name: value for name, value in _code(config) if name not in named}
     if lost := [name for name, value in unnamed.items() if HERE in value]:
         raise ConfigError(
             f"{run / CONFIG} names what a program gave in Python ({', '.join(lost)}), and this "
@@ -126,7 +128,9 @@ def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
         )
     if unnamed and named.get("task.env", config.task.env) == config.task.env:
         words = [word for name, value in unnamed.items() for word in (f"--{name}", value)]
-        is_code = {"task.env", "task.reward"} & unnamed.keys()
+        is_code = not all(
+            is_served(value) or value.startswith("unix:") for value in unnamed.values()
+        )
         what = "your own code. To run it" if is_code else "an endpoint. To use it"
         raise ConfigError(f"{run / CONFIG} names {what}, add {shlex.join(words)}")
     return config
@@ -140,7 +144,7 @@ def read_config(run: Path) -> RunConfig:
     """
     folder = RunFolder(run)
     if links := sorted(path.name for path in run.iterdir() if path.is_symlink()):
-        raise ConfigError(f"{run} holds links ({', '.join(links)}). Replace them by files to go on")
+        raise ConfigError(f"{run} holds links ({', '.join(links)}). Replace the links by files")
     row = folder.config()
     if folder.gaps:
         problem = "; ".join(folder.gaps)
@@ -198,20 +202,22 @@ def resume_command(run: Path) -> str:
         config = stored_config(RunFolder(run).config())
     except ConfigError:
         return shlex.join(words)
-    if any(HERE in value for _, value in _code(config.task)):
+    if any(HERE in value for _, value in _code(config)):
         return f"unstale.resume({str(run)!r}, config) in Python, with the same config"
-    for name, value in _code(config.task):
+    for name, value in _code(config):
         words += [f"--{name}", value]
     if ":" in config.trackers:
         words += ["--trackers", config.trackers]
     return shlex.join(words)
 
 
-def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
-    """Yield the options of a task that name code outside of this package, each with its value.
+def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the options of tasks and techniques that name code outside of this package, with their
+    values.
 
     URLs of endpoints are included, because endpoints receive the user's API key.
     """
+    task = config.task
     if find_spec(task.env) is None or HERE in task.env:
         yield "task.env", task.env
     reward = getattr(task, "reward", "")
@@ -220,6 +226,7 @@ def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
     for name in ("user", "judge"):
         if url := getattr(task, name, ""):
             yield f"task.{name}", url
+    yield from outside_options(config).items()
 
 
 def require_same_task(run: Path, config: RunConfig, *, named: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -99,7 +100,7 @@ def _make_server(setup: Setup, outbox: Outbox) -> ShardServer:
         max_running=setup.max_running,
         keep_cache=config.engine.keep_cache,
         load_tokens=config.engine.load_tokens,
-        phases=Phases.of(config.engine),
+        phases=replace(Phases.of(config.engine), scenarios="none"),
     )
     tokenizer = load_tokenizer(config.policy_folder, config.chat_template)
     chat = build_chat(config, tokenizer, setup.ends, taskset)

@@ -17,7 +17,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import options
 from unstale.durability.run_folder import plain
 from unstale.records import Trajectory
-from unstale.rollout.evaluation import Attempt, FinishedEpisodes
+from unstale.rollout.evaluation import FIGURES, Attempt, FinishedEpisodes
 
 SHARED = (
     "seed",
@@ -30,7 +30,14 @@ SHARED = (
     "engine.quantise",
     "engine.max_context",
     "engine.temperature",
+    "engine.top_p",
+    "engine.top_k",
+    "engine.min_p",
+    "engine.logit_bias",
     "eval.temperature",
+    "eval.top_p",
+    "eval.top_k",
+    "eval.min_p",
     "engine.max_completion_tokens",
 )
 """Options outside the section `task` that must be the same for all episodes of a file."""
@@ -57,7 +64,7 @@ class SavedEpisodes(FinishedEpisodes):
     def __init__(self, file: IO[str], earlier: FinishedEpisodes) -> None:
         super().__init__()
         self.successes |= earlier.successes
-        self.rewards |= earlier.rewards
+        self.figures |= earlier.figures
         self._file = file
 
     def add(self, attempt: Attempt, episode: Trajectory) -> None:
@@ -67,12 +74,8 @@ class SavedEpisodes(FinishedEpisodes):
         """
         super().add(attempt, episode)
         task, number = attempt
-        row = {
-            "task": task,
-            "attempt": number,
-            "success": episode.success,
-            "reward": episode.reward,
-        }
+        row = {"task": task, "attempt": number, "success": episode.success}
+        row |= self.figures[attempt]
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -112,10 +115,12 @@ def open_saved(path: Path, config: RunConfig, **more: str | int) -> Iterator[Sav
     evaluation. The file is then unchanged.
     """
     described = json.loads(json.dumps(describe_evaluation(config) | more))
+    sections = ("task", "engine", "eval")
     defaults = {
-        f"task.{option.name}": option.default
-        for option in fields(config.task)
-        if f"task.{option.name}" in described and option.default is not MISSING
+        f"{section}.{option.name}": option.default
+        for section in sections
+        for option in fields(getattr(config, section))
+        if f"{section}.{option.name}" in described and option.default is not MISSING
     }
     try:
         content = path.read_bytes() if path.exists() else b""
@@ -138,8 +143,8 @@ def _read(
 ) -> FinishedEpisodes:
     """Return the finished episodes in the lines of a file.
 
-    The first line must have the content `described`. Options of the task that it lacks are taken
-    from `defaults`. Raises `ConfigError` if it differs.
+    The first line must have the content `described`. Options that it lacks are taken from
+    `defaults`. Raises `ConfigError` if it differs.
     """
     try:
         if not lines:
@@ -150,8 +155,9 @@ def _read(
         for row in rows[1:]:
             attempt = (row["task"], row["attempt"])
             earlier.successes[attempt] = bool(row["success"])
-            if "reward" in row:
-                earlier.rewards[attempt] = float(row["reward"])
+            # An earlier version of the package wrote fewer figures.
+            known = {name: float(row[name]) for name in FIGURES if name in row}
+            earlier.figures[attempt] = known
         # An earlier version of the package lacked some options. They had their defaults.
         stored |= {name: value for name, value in defaults.items() if name not in stored}
         names = [
@@ -159,8 +165,8 @@ def _read(
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"--save {path} is no file of `unstale eval --save` ({type(error).__name__}: {error}); "
-            "name a new file"
+            f"--save {path} is not a file of `unstale eval --save` "
+            f"({type(error).__name__}: {error}); name a new file"
         ) from None
     if names:
         old, new = stored.get(names[0]), described.get(names[0])

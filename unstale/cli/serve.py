@@ -1,7 +1,9 @@
 """The command `serve`: serve a policy over HTTP, to agents that the user starts."""
 
 import asyncio
+import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from unstale.cli.trained import policy_folder
 from unstale.cli.turn_limits import learned_limit
 from unstale.config import RunConfig
 from unstale.durability.console import Console
+from unstale.engines import Engine, rates
 from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession
@@ -24,6 +27,30 @@ MAX_SESSIONS = 1000
 """Number of named episodes that are kept in memory. The least recently used one is dropped for a
 new one.
 """
+METRICS_S = 10.0
+"""Shortest time in seconds over which metrics are measured. Clients that read them more often get
+the same ones again.
+"""
+
+
+class ServedMetrics:
+    """The metrics of a server's engines, for several clients that read them at any time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._began = time.monotonic()
+        self._last: Mapping[str, float] = {}
+
+    def read(self) -> Mapping[str, float]:
+        """Return the metrics of `docs/metrics.md` since the read before, at least `METRICS_S` ago.
+
+        `seconds` is the time over which they were measured.
+        """
+        seconds = time.monotonic() - self._began
+        if not self._last or seconds >= METRICS_S:
+            self._began += seconds
+            self._last = {"seconds": seconds, **rates(self._engine.metrics())}
+        return self._last
 
 
 class SessionPool:
@@ -87,7 +114,11 @@ def serve(  # noqa: PLR0913 - options of a command
             asyncio.TaskGroup() as calls,
         ):
             endpoint = RecordingEndpoint(
-                config.endpoint, token=token, port=port, find=lambda key: sessions.find(key)
+                config.endpoint,
+                token=token,
+                port=port,
+                find=lambda key: sessions.find(key),
+                metrics=ServedMetrics(running.engine).read,
             )
             rollout = AgentRollout(running, taskset, config.rollout, endpoint=endpoint)
             rollout.turn_limit = limit
@@ -97,7 +128,8 @@ def serve(  # noqa: PLR0913 - options of a command
                     f"base URL  {endpoint.url}/v1\nAPI key   {endpoint.token}", highlight=False
                 )
                 console.print(
-                    f"a named episode: {endpoint.url}/e/<any name>/v1; Ctrl-C stops the server",
+                    f"a named episode: {endpoint.url}/e/<any name>/v1; metrics of the engines: "
+                    f"{endpoint.url}/metrics; Ctrl-C stops the server",
                     style="dim",
                 )
                 await asyncio.Event().wait()

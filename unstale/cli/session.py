@@ -82,7 +82,8 @@ OUTCOMES: Mapping[str, OutcomeKind] = {
     "Ctrl-C": "stopped",
     "failed": "failed",
 }
-"""How a run ended, in the terms of experiment trackers, by the reason that the run logs."""
+"""The state of an ended run in the terms of experiment trackers, by the reason that the run logs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,8 +483,8 @@ class RunSession:
         self._is_new = machine is not None
         self._restarts = 0
         self._ranks = machine.ranks if machine else None
-        """The trainer ranks of the run, or None if its trainer has none. It is kept while no rank
-        runs, because it knows whether the ranks need GPUs.
+        """The trainer ranks of the run, or None if its trainer is a single process. The object is
+        kept while no rank runs, because it stores whether the ranks need GPUs.
         """
         self._recorder: RunRecorder | None = None
         self._has_begun = False

@@ -147,7 +147,10 @@ def require_plain(config: RunConfig, command: str) -> None:
     apply.
     """
     if config.cluster.trainers:
-        raise ConfigError(f"{command} needs cluster.trainers = 0, got {config.cluster.trainers}")
+        raise ConfigError(
+            f"{command} needs cluster.trainers = 0, got {config.cluster.trainers}: it is not built "
+            "for trainer ranks"
+        )
     for name, coefficient in (
         ("kl_coef", config.objective.kl_coef),
         ("entropy_coef", config.objective.entropy_coef),

@@ -127,7 +127,6 @@ def _plain(config: RunConfig) -> RunConfig:
         warmup_steps=1,
         max_tokens_per_microbatch=config.trainer.max_tokens_per_microbatch,
         gradient_checkpointing=config.trainer.gradient_checkpointing,
-        gradient_checkpointing_interval=config.trainer.gradient_checkpointing_interval,
         threads=config.trainer.threads,
     )
     return replace(

@@ -97,8 +97,8 @@ class _Supervisor:
         self._facts: dict[str, str | int | float] = {}
         """The content of the child's last message of each kind, by the kind."""
         self._verdict: tuple[str, str, int] | None = None
-        """Why the supervisor has ended the child: reason for the event log, text, and exit code.
-        None if it has not.
+        """The cause for which the supervisor has ended the child: a reason for the event log, a
+        text for the user, and an exit code. None if it has not ended the child.
         """
         self._num_signals = 0
         self._last_signal = -REPEAT_S

@@ -20,8 +20,8 @@ POLICY = "policy"
 
 
 def policy_folder(trained: Path) -> Path:
-    """Return the model folder of a run's policy. A `trained` that is no run folder is returned
-    itself.
+    """Return the model folder of a run's policy. If `trained` is not a run folder, return it
+    unchanged.
 
     Raises `ConfigError` for a run without a trained policy.
     """

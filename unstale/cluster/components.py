@@ -76,7 +76,10 @@ def make_posts(
 
 
 def report_events(engine: Engine, on_event: Callable[..., None]) -> None:
-    """Let `on_event` be called with each event of the engines of the engine hosts in a pool."""
+    """Make the engine hosts (machines with engines) in the pool `engine` report to `on_event`.
+
+    It is called with each event of their engines. Other engines are not changed.
+    """
     for each in engine.engines if isinstance(engine, EnginePool) else ():
         if isinstance(each, HostedEngine):
             each.on_event = on_event

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import unstale
 from unstale.cluster.posted_experts import PostedExperts
+from unstale.cluster.session import machine_address
 from unstale.cluster.weight_objects import Part, read_delta
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams
 from unstale.engines.pool import EnginePool, Recovery, WeightsReplaced
@@ -42,8 +43,8 @@ class HostOptions:
     make: Callable[[EngineOptions], Engine]
     engines: tuple[EngineOptions, ...]
     restarts: int = 0
-    """Number of restarts of engines that are allowed on this host. The next death is a failure of
-    the host.
+    """Number of times that the host may restart an engine. If an engine dies after that, the whole
+    host fails.
     """
     release: str = unstale.__version__
     """The version of this package in the process that trains."""
@@ -66,8 +67,12 @@ class HostOptions:
                     "needs it under this path, for instance on a shared file system"
                 )
         first = self.engines[0]
+        engines = self.engines
+        if first.cache_key:
+            host = machine_address()
+            engines = tuple(replace(options, cache_host=host) for options in engines)
         return EnginePool(
-            [self.make(options) for options in self.engines],
+            [self.make(options) for options in engines],
             recovery,
             max_running=first.max_running,
             keep_cache=first.keep_cache,
@@ -104,8 +109,9 @@ class HostReply:
 class EngineHost:
     """The engines of one machine, as a Ray actor. There is one on each engine host.
 
-    `epoch` is the number of the period between two interrupts. A request with the number of an
-    earlier period arrived after the interrupt that should have ended it. It returns no tokens.
+    Each interrupt begins a new period, whose number is `epoch`. A request has the number of the
+    period in which it was sent. If it arrives in a later period, it returns no tokens, because the
+    interrupt between the two should have ended it.
     """
 
     def __init__(self, options: HostOptions) -> None:
@@ -152,6 +158,12 @@ class EngineHost:
         finally:
             task.cancel()
             self._samples.discard(task)
+
+    async def cache_address(self, tokens: Sequence[int]) -> str:
+        return await self._started().cache_address(tokens)
+
+    async def send_cache(self, tokens: Sequence[int], address: str) -> int:
+        return await self._started().send_cache(tokens, address)
 
     async def interrupt(self, epoch: int) -> HostReport:
         """Interrupt the engines, and begin the period `epoch`.
@@ -254,7 +266,7 @@ class _HeldWeights:
             self.version = version
 
     def close(self) -> None:
-        """Remove the file of the weights. This waits for a thread that still changes it for a
+        """Remove the file of the weights. Wait first for a thread that may still write it after a
         cancelled `stage`.
         """
         with self.shared.changing():

@@ -71,8 +71,8 @@ class EnvHost:
     ) -> HostAnswer:
         """Call a method of an environment in the worker process, with the arguments `fields`.
 
-        `num_episodes` is the number of episodes that use this process, and `episode` that of the
-        environment.
+        `num_episodes` is the number of episodes that use this process. `episode` is the number of
+        the episode that has the environment.
         """
         assert self._worker is not None, "call start first"
         self._worker.num_episodes = 1 + num_episodes

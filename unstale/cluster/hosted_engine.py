@@ -49,9 +49,9 @@ Handle = Any
 
 
 def place(options: HostOptions) -> Handle:
-    """Request a Ray actor on a machine with a free `RESOURCE`.
+    """Request a Ray actor on a machine for engines, which Ray finds by its `RESOURCE`.
 
-    The actor may have to wait for one.
+    If no such machine is free, the actor starts when one is.
     """
     actor = import_ray().remote(EngineHost)
     placed = actor.options(
@@ -70,7 +70,9 @@ class HostedEngine:
 
     takes_deltas = True
     sizes = ModelSizes(0)
-    """No facts about the model, because the engines of the host check their replies themselves."""
+    """No facts about the model: these serve to check replies, which the host's engines do
+    themselves.
+    """
 
     def __init__(self, number: int, options: HostOptions, place: Callable[[], Handle]) -> None:
         self._number = number
@@ -105,7 +107,7 @@ class HostedEngine:
 
     @property
     def url(self) -> str:
-        """The text by which `at` finds the host and its current period, which ends at the next
+        """A text that names the host and its current period, for `at`. A period ends at the next
         interrupt.
         """
         return bytes(import_ray().cloudpickle.dumps((self._host, self._epoch))).hex()
@@ -177,6 +179,14 @@ class HostedEngine:
                 f"but {self._version} was loaded",
             )
         return reply
+
+    async def cache_address(self, tokens: Sequence[int]) -> str:
+        address: str = await self._call("cache_address", tuple(tokens))
+        return address
+
+    async def send_cache(self, tokens: Sequence[int], address: str) -> int:
+        stored: int = await self._call("send_cache", tuple(tokens), address)
+        return stored
 
     async def _with_experts(self, session: EngineSession, answer: HostReply) -> Reply:
         """Return the reply in a host's answer, with its routed experts.
@@ -263,7 +273,7 @@ class HostedEngine:
         return counters
 
     def _drop(self) -> None:
-        """Kill the host's process. If it has none yet, withdraw the request for one."""
+        """Kill the host's process. If Ray has not started it yet, withdraw the request for it."""
         if self._host is not None and import_ray().is_initialized():
             import_ray().kill(self._host)
         self._host = None

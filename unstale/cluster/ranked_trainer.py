@@ -90,7 +90,7 @@ class RankedTrainer:
     def step_from(self, base: int) -> PostedStep:
         """Return the deltas that lead from version `base`, or from zeros, to the current version.
 
-        They are those that the ranks put into Ray's store last, if these lead there. Otherwise all
+        If the deltas that the ranks put into Ray's store last do so, return these. Otherwise all
         ranks put their parts of the weights there.
         """
         posted = self._posted

@@ -23,9 +23,9 @@ class RankedPublisher(DirectPublisher):
 
     Each rank writes its part of a version to disk, as the difference from the version before, and
     puts it into Ray's store. Engine hosts fetch these objects from `posts`. Without engine hosts,
-    an engine that takes deltas applies them to the weights that it has. Other engines load the
-    weights in the run's main process, to which the deltas are applied first, in the precision
-    `dtype`. No rank gathers whole weights.
+    an engine that takes deltas applies them to the weights that it has. For any other engine, the
+    deltas are applied to the weights in the run's main process, and the engine loads these in the
+    precision `dtype`. No rank gathers whole weights.
     """
 
     def __init__(
@@ -42,9 +42,10 @@ class RankedPublisher(DirectPublisher):
         self._posts = posts
 
     def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """Prepare the update.
+        """Prepare the publication of the ranks' current weights, whose version `source` has.
 
-        Only the trainer's thread may call this, because it calls the ranks.
+        `live` are older versions that must be kept. Only the trainer's thread may call this,
+        because it calls the ranks.
         """
         weights = self._trainer.policy.weights()
         step = self._trainer.post("publish", tuple(live), self._loaded)
@@ -53,7 +54,7 @@ class RankedPublisher(DirectPublisher):
             update: Update = self._posts.post_parts(step, weights)
         elif self._engine.takes_deltas and step.base == self._loaded >= 0:
             read = partial(self._trainer.parts, step)
-            update = DeltaInParts(step.base, step.version, 0, {}, read=read)
+            update = DeltaInParts(step.base, step.version, "", {}, read=read)
         else:
             self._trainer.advance(weights, step)
             update = cast(weights, self._dtype)

@@ -44,8 +44,9 @@ class StepResults:
 
 @dataclass(frozen=True, slots=True)
 class PublishedPart:
-    """The size of one rank's part of a published version: `words` weights, sent as `nbytes`
-    bytes.
+    """The size of one rank's part of a published version.
+
+    `words` is the number of weights in it, and `nbytes` the number of bytes that are sent.
     """
 
     base: int

@@ -5,7 +5,7 @@ log-probabilities. The trainer ranks are other processes.
 
     ScoringRank          one rank of the second model
     RanksLink            the connection of the run's main process to these ranks
-    RankedOldLogitModel  the route in the main process: it passes results on to the trainer ranks
+    RankedOldLogitModel  in the main process: passes log-probabilities on to the trainer ranks
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class ScoringRank:
     def advance(self, base: int, version: int, parts: Iterable[Delta]) -> None:
         """Turn this rank's weights from version `base` into those of `version`.
 
-        `parts` are the deltas of the trainer ranks. This rank applies the words that belong to its
-        own weights. If `base` is -1, the weights are set to zeros first. Raises ValueError if it
-        has another version than `base`, or if the deltas do not cover all its weights.
+        `parts` are the deltas (differences of versions) of the trainer ranks. This rank applies
+        what belongs to its own weights. If `base` is -1, the weights are set to zeros first. Raises
+        ValueError if it has another version than `base`, or if the deltas do not cover all its
+        weights.
         """
         weights = self._policy.weights()
         starts = self._policy.part_starts() or dict.fromkeys(weights, 0)
@@ -115,7 +116,9 @@ class RanksLink:
         """A lock that keeps the calls in `_calls` in the order in which the thread makes them."""
 
     def load(self, version: int, step: PostedStep) -> None:
-        """Let the ranks load `version`, by the deltas `step` from the version sent before."""
+        """Make the ranks load `version`, by the deltas `step` from the version that was sent
+        before.
+        """
         self._send(partial(self._order.add_version, version, step))
 
     def score(self, pieces: Pieces) -> None:
@@ -167,8 +170,8 @@ class RanksLink:
 class RankedOldLogitModel(RankedOldLogps):
     """The route (method to compute `old_logp`) `old_logit_model` with trainer ranks.
 
-    The second model is on ranks of its own. The trainer ranks keep the log-probabilities that it
-    computes. They receive them with their next call.
+    The second model is on ranks of its own. The log-probabilities that it computes are sent to the
+    trainer ranks with their next call, and kept there.
     """
 
     def __init__(

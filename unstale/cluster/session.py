@@ -136,6 +136,11 @@ def summary(error: BaseException) -> str:
     return " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or repr(error)
 
 
+def machine_address() -> str:
+    """Return the address of this machine in the Ray cluster to which this process belongs."""
+    return str(import_ray().util.get_node_ip_address())
+
+
 async def result_of(reference: Any) -> Any:
     """Return the result of an actor's call. `reference` is what Ray returned for the call.
 
@@ -186,7 +191,7 @@ def end_after() -> Iterator[None]:
 
 
 def at_end(function: Callable[[], object]) -> None:
-    """Let `function` be called at the end of the current run (`end_after`), even after an error.
+    """Call `function` at the end of the current run (`end_after`), even after an error.
 
     Outside of a run, do nothing.
     """

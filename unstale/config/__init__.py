@@ -26,6 +26,7 @@ from unstale.config.sampling import Dtype as Dtype
 from unstale.config.sampling import EndpointConfig as EndpointConfig
 from unstale.config.sampling import EngineConfig as EngineConfig
 from unstale.config.sampling import RolloutConfig as RolloutConfig
+from unstale.config.sampling import Scenarios as Scenarios
 from unstale.config.sampling import ScheduleConfig as ScheduleConfig
 from unstale.config.sampling import SelectionConfig as SelectionConfig
 from unstale.config.sampling import Transfer as Transfer

@@ -43,11 +43,12 @@ class AdvantageConfig(Section):
     group_baseline: bool = True
     """Only for `reinforce_batch`: first subtract the mean reward of each group."""
     lam: Share = 1.0
-    """Only for `gae`: lambda. With 1, the rewards of the rest of the episode are compared with one
-    forecast. Smaller values use later forecasts instead of rewards, with less noise and a bias.
+    """Only for `gae`: lambda. With 1, an action's advantage is the sum of all later rewards minus
+    the critic's forecast. Smaller values put later forecasts in place of rewards, which reduces
+    the variance and adds a bias.
     """
     over: Literal["token", "turn"] = "token"
-    """Only for `gae`: the actions, tokens or turns, for each of which there is one forecast and one
+    """Only for `gae`: the unit of an action. Each token or each turn has one forecast and one
     advantage.
     """
     whiten: bool = True
@@ -58,8 +59,9 @@ class AdvantageConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig(Section):
-    """The critic, which forecasts the later rewards of an episode for `advantage.estimator = gae`.
-    See docs/critic.md.
+    """The critic (value function) of `advantage.estimator = gae`. See docs/critic.md.
+
+    The critic's forecast before an action is the expected sum of the episode's later rewards.
     """
 
     model: Literal["trunk", "own"] = "trunk"
@@ -67,8 +69,8 @@ class CriticConfig(Section):
     that only the critic trains (`own`).
     """
     memory: Share = 0.95
-    """Factor by which the weight of earlier batches in the least squares fit of the critic's head
-    is multiplied at each optimizer step.
+    """Weight of earlier batches in the least squares fit of the critic's head: it is multiplied
+    by this factor at each optimizer step. With 1, all batches count equally.
     """
     own_lr: Positive = 1e-5
     """Only for `model = own`: learning rate of the copy's layers."""
@@ -81,8 +83,8 @@ class CriticConfig(Section):
     episode's later rewards.
     """
     clip: NonNegative = 0.2
-    """Largest change of a forecast within a batch that still lowers the loss (PPO's value
-    clipping); 0 sets no limit. It matters only with several optimizer steps per batch.
+    """PPO's value clipping: largest change of the critic's forecast within a batch that still
+    lowers its loss; 0 sets no limit. Without effect if a batch has one optimizer step.
     """
     warmup_steps: Count = 0
     """Optimizer steps at the start of the run that train only the critic, not the policy."""

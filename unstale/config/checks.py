@@ -62,11 +62,10 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """A rule in the type of an option: its value must be one of some names, such as the names of
-    routes.
+    """A rule in the type of an option: its value must be one of some names.
 
-    `table()` returns the allowed names. With each name, it has the further options that are used if
-    the option has this value, but not with every value.
+    `table()` returns allowed name -> names of the options of the section that are used if the
+    option has this value. Options that are used with every value are left out.
     """
 
     table: Callable[[], Mapping[str, Collection[str]]]
@@ -123,6 +122,11 @@ def bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[
     return number
 
 
+def is_served(name: str) -> bool:
+    """Return True if a name is the address of a server."""
+    return name.startswith(("http://", "https://"))
+
+
 def require_empty_folder(folder: Path) -> None:
     """Raise `ConfigError` if `folder` is a file, or a folder that is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -175,12 +179,12 @@ def unknown_option(name: str) -> str:
 class Section(metaclass=_OptionNames):
     """A section of the configuration: a group of options, such as `trainer` with `trainer.lr`.
 
-    Each section is a subclass, such as `AdvantageConfig` for `advantage`, and each field is an
+    Each section is a subclass, such as `AdvantageConfig` for `advantage`. Each of its fields is an
     option. The constructor checks each option by its type, and then the combination of options.
     """
 
     abstract: ClassVar[bool] = True
-    """True in a base class that is not a section itself."""
+    """True in a base class of sections that is not a section itself, such as `VariantSection`."""
     selector: ClassVar[str] = ""
     """The option whose value decides which other options of the section are used, such as `route`
     in `old_logps`. Empty if there is none.
@@ -190,7 +194,9 @@ class Section(metaclass=_OptionNames):
     keep its default. Options that are always used are left out.
     """
     refused_unread: ClassVar[Sequence[str]] = ()
-    """Further options that must keep their defaults if `applies` returns False for them."""
+    """Options, besides those of `read_by`, that must keep their defaults if `applies` returns False
+    for them.
+    """
     read_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
     """Options that are used only if another option than the selector has certain values. Each is
     mapped to that option and the condition, such as `= true`.
@@ -222,7 +228,7 @@ class Section(metaclass=_OptionNames):
             section = section_name(type(self))
             if name in self.read_with:
                 setting = f"{section}.{' '.join(self.read_with[name])}"
-                raise ConfigError(f"{section}.{name} = {value} is read only with {setting}")
+                raise ConfigError(f"{section}.{name} = {value} is used only with {setting}")
             raise ConfigError(
                 f"{section}.{name} is an option of {', '.join(self.readers(name))}; "
                 f"{section}.{self.selector} is {getattr(self, self.selector)}"
@@ -295,8 +301,9 @@ class Section(metaclass=_OptionNames):
         return is_read and option in {field.name for field in fields(self)}
 
     def selected_options(self) -> dict[str, Any]:
-        """Return the values of the options that are used because of the selector's value, by
-        name.
+        """Return name -> value of the options that are used because of the selector's value.
+
+        The selector is an option such as `route`. Options that are always used are left out.
         """
         chosen = getattr(self, self.selector)
         names = [field.name for field in fields(self) if chosen in self.readers(field.name)]
@@ -327,7 +334,10 @@ def section_name(section: type[Section]) -> str:
 
 @cache
 def option_types(section: Any) -> dict[str, Any]:
-    """Return the type of each option of a section, by name, with the rules for its values."""
+    """Return the type of each option of a section, by the option's name.
+
+    A type with rules for its values, such as `Range`, is an `Annotated` that contains them.
+    """
     types = get_type_hints(section, include_extras=True)
     return {field.name: types[field.name] for field in fields(section)}
 
@@ -351,7 +361,7 @@ def _with_article(kind: type) -> str:
 def kinds_of(kind: Any) -> tuple[Any, ...]:
     """Return the Python types that a value of an option may have.
 
-    `kind` is the type of the option.
+    `kind` is the annotation of the option.
     """
     kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     origin = get_origin(kind)

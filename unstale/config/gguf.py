@@ -48,7 +48,7 @@ def gguf_file(policy: str, name: str = "") -> Path | None:
     if name:
         if path.is_file() or not path.is_dir():
             raise ConfigError(
-                f"model_gguf names a file in the folder `model`, and {policy} is no folder"
+                f"model_gguf names a file in the folder `model`, and {policy} is not a folder"
             )
         path /= name
     elif path.suffix != ".gguf" or path.is_dir():
@@ -138,7 +138,7 @@ def _key(file: Path, size: int, changed: int) -> str:
     try:
         with file.open("rb") as content:
             if content.read(len(_MAGIC)) != _MAGIC:
-                raise ConfigError(f"policy: {file} is no GGUF file: it does not begin with GGUF")
+                raise ConfigError(f"policy: {file} is not a GGUF file: it does not begin with GGUF")
             content.seek(0)
             digest = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:

@@ -103,7 +103,8 @@ def name_held_out_rows(value: Any) -> Any:
 def name_trackers(value: Any) -> Any:
     """Return a `Given` for a tracker or a list of trackers. It names them, separated by commas.
 
-    A tracker is a name, a function that opens one, or a `Sink`. Return other values unchanged.
+    A tracker is a name, a `Sink` (an object that receives metrics and texts), or a function that
+    returns a `Sink`. Return other values unchanged.
     """
     trackers = value if isinstance(value, list | tuple) else [value]
     names = []

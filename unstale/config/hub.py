@@ -140,7 +140,10 @@ def _fetch(repository: str, revision: str | None, *, local_files_only: bool) -> 
 
 
 def _cached(repository: str, revision: str | None) -> Path | None:
-    """Return a hub model's folder in the local cache, which may lack files. None if it has none."""
+    """Return a hub model's folder in the local cache. None if the cache does not have the model.
+
+    Files of the model may be missing from the folder.
+    """
     try:
         return _fetch(repository, revision, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -272,8 +275,8 @@ def require_safe_weights(folder: Path) -> None:
     """
     if (folder / "adapter_config.json").exists():
         raise ConfigError(
-            f"policy: {folder} has an adapter_config.json: merge the adapter into the weights, and "
-            "remove the file"
+            f"policy: {folder} has an adapter_config.json, which may name a model that is "
+            "not checked: merge the adapter into the weights, and remove the file"
         )
     for index in sorted(folder.glob("*.safetensors.index.json")):
         _require_shards(index, "weight_map")

@@ -49,7 +49,12 @@ RENAMED = {
     "trainer.steps_per_batch": "trainer.minibatches_per_batch",
 }
 """The present name of each renamed option or section, by its former name."""
-REMOVED = ("old_logps.storage", "old_logps.memory_gb", "old_logps.spill")
+REMOVED = (
+    "old_logps.storage",
+    "old_logps.memory_gb",
+    "old_logps.spill",
+    "trainer.gradient_checkpointing_interval",
+)
 """Former options that did not affect the results of a run."""
 
 
@@ -113,6 +118,8 @@ SYNONYMS = {
     "metric_for_best_model": "eval.keep_best",
     "early_stopping_patience": "eval.patience",
     "val_kwargs.temperature": "eval.temperature",
+    "val_kwargs.top_p": "eval.top_p",
+    "val_kwargs.top_k": "eval.top_k; 0 sets no limit, -1 is engine.top_k",
     "val_kwargs.n": "eval.samples",
     "save_steps": "checkpoint.interval",
     "save_freq": "checkpoint.interval",
@@ -203,7 +210,6 @@ SYNONYMS = {
         ("off_policy_mask_threshold", "opsm_delta", "use_opsm"), "objective.opsm_threshold"
     ),
     "drpo_epsilon": "objective.drpo_delta",
-    "kpop_threshold": "correction.kl_limit",
     # the optimizer and the model in memory
     "learning_rate": "trainer.lr",
     "lr": "trainer.lr, sft.lr; the second is of a supervised start",
@@ -220,8 +226,8 @@ SYNONYMS = {
     "optimizer_offload": "trainer.offload_optimizer",
     "fsdp_cpu_offload": "trainer.offload_optimizer; parameters stay on the GPU",
     "param_offload": "; parameters stay on the GPU, trainer.offload_optimizer moves the rest",
-    "ac.freq": "trainer.gradient_checkpointing_interval",
-    "selective_ac_option": "trainer.gradient_checkpointing_interval; it takes a number",
+    "ac.freq": "trainer.gradient_checkpointing; it is for all layers",
+    "selective_ac_option": "trainer.gradient_checkpointing; it is for all layers",
     "peft_config": "trainer.lora_rank, trainer.lora_alpha",
     "lora_r": "trainer.lora_rank",
     "use_peft": "trainer.lora_rank",

@@ -57,12 +57,14 @@ class Bounds:
     on: str = "s"
     """The ratio to which the range applies: `d` (D), `s` (S) or `ds` (D S)."""
     kind: str = "clip"
-    """The treatment of tokens outside the range: `veto`, `mask`, `weight`, `clip` or `cap`."""
+    """The treatment of tokens outside the range: `veto`, `mask`, `weight`, `clip` or `cap`.
+    `effect` describes it.
+    """
     low: float = 0.0
     high: float = math.inf
     effect: str = "has no gradient"
-    """What the treatment does: the end of a sentence that begins with "A token with D below
-    0.5".
+    """The effect of the treatment on a token outside the bounds. It is the end of a sentence that
+    begins with "A token with D below 0.5".
     """
     below: str = ""
     """The sign of the advantage, such as "negative", with which a token below `low` is treated.
@@ -115,7 +117,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveDocs:
-    """What docs/options.md says about an objective in its table of objectives."""
+    """The texts about an objective in a table of docs/options.md."""
 
     loss: str
     """The formula of the loss of a token with advantage A."""
@@ -198,8 +200,8 @@ class ObjectiveConfig(VariantSection):
     stops: ClassVar[bool] = True
     """True if a token outside of `bounds` has no gradient."""
     wide: ClassVar[Mapping[str, float]] = {}
-    """Options of this objective with limits that are wider than numerical noise. The linter
-    suggests them if a run's limits are narrower than that.
+    """Option of this objective -> a value with which its limit is wider than numerical noise. The
+    linter suggests these values if a run's limits are narrower than the noise.
     """
 
     no_limit: ClassVar[tuple[str, ...]] = ()
@@ -316,7 +318,7 @@ class ObjectiveConfig(VariantSection):
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
         """Return the options in `values` that the objective `values["loss_type"]` does not use.
 
-        They must keep their defaults.
+        These options must keep their defaults.
         """
         base = ObjectiveConfig
         known = cls.variants_by_name().get(values.get("loss_type", base.loss_type), base)

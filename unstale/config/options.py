@@ -246,9 +246,9 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
 
 
 def former_name(name: str) -> str:
-    """Return the part of `name` that is out of date, or "" if there is none.
+    """Return the part of an option's full name that was renamed. "" if the name is current.
 
-    It is `name` if the option itself was renamed, and the section's part if only the section was.
+    The result is `name` if the option was renamed, and the section's name if only the section was.
     """
     section = name.partition(".")[0]
     if name not in RENAMED and RENAMED.get(section) in sections():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from unstale.config import RunConfig
 
 REFUSED = {
-    "distiller": "whose teacher scores sampled tokens only",
+    "distiller": "which is not built with it, because a teacher scores sampled tokens only",
     "objective": "whose loss is that of sampled tokens",
     "ratio": "which needs the behavior_logp of every token",
 }
@@ -20,7 +20,9 @@ REFUSED = {
 reason.
 """
 HAVE_PLACED_TEXT = ("opmd",)
-"""Techniques of these slots that can be used, because they give placed text a loss, too."""
+"""Techniques that can be used with placed text although others of their slot cannot, because they
+also compute a loss for placed text.
+"""
 
 
 def check_placed(config: "RunConfig") -> None:

@@ -28,10 +28,11 @@ ANNEXES: Mapping[str, Sequence[str]] = {
     "unstale.techniques": ("unstale.research.techniques",),
     "unstale.verbs": ("unstale.analysis.commands", "unstale.research.commands"),
 }
-"""The packages of the annexes `unstale.analysis` and `unstale.research` whose modules count as
-modules of a package of `unstale`, by that package.
+"""Packages of the annexes `unstale.analysis` and `unstale.research`, by the package of `unstale`
+that they extend. Their modules count as modules of that package.
 
-Adapters of libraries, listeners to the end of a run, and commands are only in annexes.
+Some packages have modules only in annexes: adapters of libraries, commands, and code that is called
+at the end of a run.
 """
 ROOT = Path(__file__).parents[1]
 
@@ -41,7 +42,7 @@ class Plugins:
     """The plugins of one kind in other distributions."""
 
     group: str
-    """The group of their entry points, such as `unstale.routes`."""
+    """The group of entry points in which these plugins are declared, such as `unstale.routes`."""
     kind: Any
     """The class of the plugins, or `Callable`. If it is a section of the configuration, each plugin
     is a subclass of it. An attribute `name` of a plugin must be the name of its entry point.
@@ -137,7 +138,8 @@ def modules(package: str) -> dict[str, str]:
 def missing_annexes() -> str:
     """Return the end of an error message about an unknown name: the annexes that are not installed.
 
-    They may have it. Empty if `unstale.analysis` and `unstale.research` are both installed.
+    These annexes may have the name. Empty if `unstale.analysis` and `unstale.research` are both
+    installed.
     """
     names = {".".join(each.split(".")[:2]) for places in ANNEXES.values() for each in places}
     missing = sorted(name for name in names if not (_folder(name) / "__init__.py").exists())

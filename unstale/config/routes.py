@@ -26,8 +26,8 @@ WHOLE_RATIO = "the whole ratio: numerics and learning in one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a route (a method to compute `old_logp`) needs from the training loop, and what it
-    costs.
+    """The requirements of a route (a method to compute `old_logp`): what the training loop must
+    provide, and the resources that it takes.
     """
 
     now: bool = False
@@ -113,7 +113,7 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteDocs:
-    """What docs/old-logps.md says about a route (a method to compute `old_logp`)."""
+    """The texts about a route (a method to compute `old_logp`) in docs/old-logps.md."""
 
     policy: str
     """The policy, or its weights, under which the route computes `old_logp`."""
@@ -129,6 +129,9 @@ class OldLogpsConfig(VariantSection):
     """The method (route) to obtain old log-probabilities. See docs/old-logps.md.
 
     `OldLogpsConfig(route="ewma_prox", beta=0.75)` returns an instance of that route's class.
+
+    A new route is a subclass that sets `route` and `docs`, defines `meaning`, and sets `makes` to a
+    subclass of `OldLogps`, or defines `make` and `needs`.
     """
 
     selector: ClassVar[str] = "route"
@@ -142,8 +145,8 @@ class OldLogpsConfig(VariantSection):
     `ewma_prox`.
     """
     baseline: bool = False
-    """Allow a route that keeps D or S at 1, or with which the clip acts late, to compare others
-    with it.
+    """Allow a route that serves only as a baseline in comparisons: it keeps D = pi_old / mu or S =
+    pi / pi_old at 1, or leaves so much of pi / mu in D that the clip on S acts late.
     """
 
     makes: ClassVar[Any]
@@ -152,7 +155,9 @@ class OldLogpsConfig(VariantSection):
     """
     docs: ClassVar[RouteDocs]
     requires: ClassVar[Mapping[str, Any]] = {}
-    """Options by full name, with the value that each must have if this route is used."""
+    """Options that must have a certain value with this route, by full name, each with this
+    value.
+    """
     recipe: ClassVar[Mapping[str, Any]] = {}
     """Options that the recipe of this route sets to other values than their defaults."""
     fixed: ClassVar[Mapping[str, str]] = {}
@@ -228,13 +233,13 @@ class OldLogpsConfig(VariantSection):
         """Return the weight of the current policy pi in the old policy, if that is a mix of pi and
         mu.
 
-        mu is the engine's policy that sampled the token. None if the old policy is no such mix, or
-        if the weight differs between tokens.
+        mu is the engine's policy that sampled the token. None if the old policy is not such a mix,
+        or if the weight differs between tokens.
         """
         return None
 
     def s_of(self, ratio: float, run: "RunConfig") -> float:
-        """Return S = pi / pi_old of a token with the largest lag that the run allows.
+        """Return S = pi / pi_old of a token with the largest staleness that the run allows.
 
         `ratio` is the token's pi / mu = D S. The default is `ratio` itself, because all staleness
         is in S. With an approximate route, a part of it may be in D.
@@ -242,6 +247,7 @@ class OldLogpsConfig(VariantSection):
         return ratio
 
     def meaning(self, run: "RunConfig") -> Meaning:
+        """Return what D and S are with this route, in words. Each route defines it."""
         raise NotImplementedError
 
     def variants(self, alphas: Sequence[float]) -> "list[OldLogpsConfig]":
@@ -259,19 +265,38 @@ class OldLogpsConfig(VariantSection):
         )
 
     def make(self, scorer: Any, *, lockstep: bool) -> Any:
-        """Return a new object that computes old log-probabilities with a scorer, which runs forward
-        passes.
+        """Return a new object that computes `old_logp`. `scorer` runs its forward passes.
 
-        With `lockstep`, its results do not depend on the speed of another process.
+        If the object has a child process, `lockstep` makes the trainer wait for this process.
+        Results then do not depend on its speed.
         """
         return self.makes(scorer)
 
     def make_on_rank(self, scorer: Any, *, lockstep: bool) -> Any:
-        """Return a new object that does a trainer rank's part of computing old log-probabilities.
+        """Return a new object that does a trainer rank's part of computing `old_logp`.
 
-        This is the whole route, unless separate ranks compute them (`scoring_ranks`).
+        The result is that of `make`, unless separate ranks compute `old_logp` (`scoring_ranks`).
         """
         return self.make(scorer, lockstep=lockstep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HasPlacement:
+    """The option `placement` of routes that compute with other weights than the trainer's."""
+
+    makes: ClassVar[Any]
+    placement: Literal["twin", "own"] = "twin"
+    """Which model computes log-probabilities under past versions or averages of the weights: `twin`
+    a second model, `own` the trained model, whose own weights are in main memory meanwhile. `own`
+    is slower, needs no second model, and keeps averages in main memory.
+    """
+
+    @property
+    def needs(self) -> Needs:
+        return self.makes.needs.placed(self.placement)
+
+    def make(self, scorer: Any, *, lockstep: bool) -> Any:
+        return self.makes(scorer, placement=self.placement)
 
 
 class ExactSpec(OldLogpsConfig):

@@ -112,7 +112,7 @@ class RunConfig(Section):
     """
     deterministic: bool = False
     """Make two runs of the same configuration bitwise equal, with a virtual clock and one thread.
-    The engine waits for the trainer.
+    The engine waits while the trainer works, so the run is slower.
     """
     task: TaskConfig = field(default_factory=make_task)
     sft: SftConfig = field(default_factory=SftConfig)
@@ -229,6 +229,7 @@ class RunConfig(Section):
         self._check_pinned()
         self._check_cluster()
         self._check_groups()
+        self._check_eval_limits()
         self._check_test_time()
         check_placed(self)
         self._check_processes()
@@ -276,7 +277,7 @@ class RunConfig(Section):
         changed = [name for name, value in defaults if getattr(self.critic, name) != value]
         if changed and self.advantage.estimator != "gae":
             raise ConfigError(
-                f"critic.{changed[0]} is read only with advantage.estimator = gae, got "
+                f"critic.{changed[0]} is used only with advantage.estimator = gae, got "
                 f"{self.advantage.estimator}"
             )
 
@@ -288,10 +289,13 @@ class RunConfig(Section):
         no_format = engine.quantise == "none"
         needed = {
             "trainer.lora_rank > 0": (self.trainer.lora_rank, "there are no adapters"),
-            "engine.quantise = none": (no_format, "passes with adapters round nothing"),
+            "engine.quantise = none": (
+                no_format,
+                "not built, because passes with adapters round nothing",
+            ),
             "engine.transfer = auto or file": (
                 engine.transfer != "nccl",
-                "vLLM reads adapters from files",
+                "not built, because vLLM reads adapters from files",
             ),
             "engine.keep_cache = false": (
                 not engine.keep_cache,
@@ -299,7 +303,7 @@ class RunConfig(Section):
             ),
             "cluster.engine_hosts = 0": (
                 not self.cluster.engine_hosts,
-                "engine hosts load only the newest version",
+                "not built, because engine hosts load only the newest version",
             ),
         }
         _require("engine.adapters = unmerged", needed)
@@ -312,13 +316,17 @@ class RunConfig(Section):
         needed = {
             "engine.adapters = unmerged": (
                 self.engine.adapters == "unmerged",
-                "merged weights have one version at a time",
+                "with merged weights it is impossible, because an engine has one version at a time",
             ),
             "a route that keeps versions, such as old_logps.route = snapshot_old": (
                 not (needs.closing or needs.own_process),
-                f"{route} scores a version only until the next one is published",
+                f"{route} scores a version only until the next one is published, and tokens of a "
+                "pinned version may come later",
             ),
-            "cluster.trainers = 0": (not self.cluster.trainers, "no test covers it on ranks"),
+            "cluster.trainers = 0": (
+                not self.cluster.trainers,
+                "not built for ranks, where no test covers it",
+            ),
         }
         _require("schedule.pin_versions = true", needed)
 
@@ -339,7 +347,7 @@ class RunConfig(Section):
             self.cluster.engine_hosts or self.cluster.trainers or on_ray
         ):
             raise ConfigError(
-                "cluster.address is read only with cluster.engine_hosts > 0, cluster.trainers > 0 "
+                "cluster.address is used only with cluster.engine_hosts > 0, cluster.trainers > 0 "
                 "or task.isolate = ray"
             )
 
@@ -354,16 +362,30 @@ class RunConfig(Section):
                 f"engine.prefill_engines must be < {engines} (the engines of {counted}), because "
                 f"at least one must decode; got {self.engine.prefill_engines}"
             )
-        if self.engine.send_cache and (hosts or self.trainer.routing_replay):
+        if self.engine.send_cache and self.trainer.routing_replay:
             raise ConfigError(
-                "engine.send_cache needs cluster.engine_hosts = 0 and trainer.routing_replay = "
-                f"false, got {hosts} and {str(self.trainer.routing_replay).lower()}: only engines "
-                "of this machine send caches, without the experts of their tokens"
+                "engine.send_cache needs trainer.routing_replay = false: caches are sent without "
+                "the experts of their tokens"
+            )
+        if self.engine.scenarios in ("task_set", "prefix") and engines == 1:
+            raise ConfigError(
+                f"engine.scenarios must be auto or none with one engine, got "
+                f"{self.engine.scenarios}: groups need several engines or engine hosts"
             )
         if self.engine.precise_engines and hosts:
             raise ConfigError(
                 f"engine.precise_engines must be 0 with cluster.engine_hosts, got "
                 f"{self.engine.precise_engines}: all engines of a host have the same precision"
+            )
+
+    def _check_eval_limits(self) -> None:
+        """Raise `ConfigError` if a server that returns kept sets would refuse an evaluation."""
+        returns_sets = self.engine.truncated_by and self.engine.backend == "vllm"
+        if returns_sets and self.eval.temperature and not self.eval.top_k:
+            raise ConfigError(
+                f"eval.top_k must be above 0 with {self.engine.truncated_by} and engine.backend = "
+                "vllm, got 0: a server that returns kept sets refuses requests without a top-k. "
+                "Set --eval.top_k 512"
             )
 
     def _check_test_time(self) -> None:
@@ -409,15 +431,28 @@ class RunConfig(Section):
             ),
             self.engine.truncated_by: (
                 bool(self.engine.truncated_by),
-                "rollout processes do not send the set of tokens that the engine kept",
+                "not built, because rollout processes do not send the set of tokens that the "
+                "engine kept",
             ),
             "engine.precise_engines": (
                 self.engine.precise_engines > 0,
                 "rollout processes do not know which engines round",
             ),
+            f"engine.scenarios = {self.engine.scenarios}": (
+                self.engine.scenarios in ("task_set", "prefix"),
+                "each process would form groups of its own",
+            ),
+            "engine.move_engines": (
+                self.engine.move_engines,
+                "each process measures only a part of the requests",
+            ),
+            "engine.send_cache": (
+                self.engine.send_cache,
+                "rollout processes do not pass caches from engine to engine",
+            ),
             "engine.adapters = unmerged": (
                 self.engine.adapters == "unmerged",
-                "rollout processes do not name the adapter of a request",
+                "not built, because rollout processes do not name the adapter of a request",
             ),
         }
         for option, (is_set, reason) in refused.items():
@@ -448,12 +483,13 @@ class RunConfig(Section):
         if self.cluster.replicas > 1 and self.trainer.lora_rank:
             raise ConfigError(
                 "cluster.replicas must be 1 with trainer.lora_rank > 0, got "
-                f"{self.cluster.replicas}: torch does not gather the frozen weights of such copies"
+                f"{self.cluster.replicas}: not built, because torch does not gather the frozen "
+                "weights of such copies"
             )
         if self.cluster.expert_parallel and self.trainer.lora_rank:
             raise ConfigError(
                 "cluster.expert_parallel must be false with trainer.lora_rank > 0: adapters of an "
-                "MoE policy are not supported"
+                "MoE policy are not built. Train all weights, with trainer.lora_rank 0"
             )
         if self.old_logps.scoring_ranks > 1 and not self.cluster.trainers:
             raise ConfigError(

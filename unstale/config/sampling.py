@@ -3,7 +3,7 @@
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -27,7 +27,10 @@ from unstale.config.plugins import added_names, modules
 Dtype = Literal["float32", "bfloat16", "float16"]
 Transfer = Literal["auto", "file", "nccl"]
 Adapters = Literal["merged", "unmerged"]
+Scenarios = Literal["auto", "none", "task_set", "prefix"]
 Quantise = Literal["none", "fp8", "int8", "int4", "nvfp4", "mxfp4"]
+LIMITS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Options that cut off a part of the sampling distribution, each with the value that does not."""
 LARGEST_BIAS = 100.0
 """Largest number that `engine.logit_bias` may add to a logit, as in OpenAI's API."""
 BANNED = -10_000.0
@@ -80,15 +83,27 @@ def has_gpu() -> bool:
 
 @cache
 def backends() -> dict[str, Sequence[str]]:
-    """Return the names of the engine backends, each with the options that only this one uses.
+    """Return the engine backends by name, each with the options of `engine` that no other backend
+    uses.
 
-    A backend is a file in `engines/servers/`, or an entry point of another distribution. None is
-    imported, because they import torch.
+    A backend is a file in `engines/servers/`, or an entry point of another distribution. The files
+    are not imported, because that would import torch.
     """
     servers = dict.fromkeys(modules("unstale.engines.servers"), ("urls", "probe_tolerance"))
     vllm = (*servers["vllm"], "python", "servers", "args", "gpu_memory_utilization")
     own = {"embedded": ("processes",), **servers, "vllm": vllm}
     return {**own, **dict.fromkeys(added_names("unstale.engines", own), ("urls", "args"))}
+
+
+def limits_text(section: str, limits: Mapping[str, float]) -> str:
+    """Return those of `limits` that cut off tokens as text, with their section. Empty if none does.
+
+    >>> limits_text("eval", {"top_p": 0.95, "top_k": 0})
+    'eval.top_p = 0.95'
+    """
+    return ", ".join(
+        f"{section}.{name} = {value:g}" for name, value in limits.items() if value != LIMITS[name]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +197,11 @@ class EngineConfig(Section):
     """With several engines, a request goes to the one with the least load: its running replies,
     plus 1 for this many context tokens. 0 counts only replies.
     """
+    scenarios: Scenarios = "auto"
+    """With several engines, by what they are divided into groups, each with its own prompts in its
+    caches: `task_set` (of a mixed task set), `prefix` (the first 64 tokens of a prompt), or `none`.
+    `auto` is `task_set` with `prefill_engines`, otherwise `none`.
+    """
     prefill_engines: Count = 0
     """Number of engines (processes, servers or engine hosts) that get only requests with much new
     context and a short reply. These are the first engines; the others decode. 0 sends all requests
@@ -193,15 +213,17 @@ class EngineConfig(Section):
     """
     send_cache: bool = False
     """With `prefill_engines` of the embedded backend: a prefill engine only computes the context of
-    a request, and sends the KV cache to a decode engine, which samples the reply.
+    a request and the first token. It sends the KV cache to a decode engine, which samples the rest.
     """
     move_engines: bool = False
-    """With `prefill_engines`: an engine changes its group when those of the other group have more
-    than twice its group's load. `prefill_engines` is then the number at the start.
+    """With `prefill_engines` or `scenarios`: engines change between prefill and decode, and between
+    groups, as the measured times require, with each version and while they serve.
+    `prefill_engines` is then the number at the start.
     """
     precise_engines: Count = 0
-    """Number of engines (processes or servers) that do not round, with `quantise`. These are the
-    last engines. They sample what the technique `regenerate` samples again, and evaluations.
+    """With `quantise`: number of engines (processes or servers) that do not round weights and
+    activations. These are the last engines. They sample what the technique `regenerate` samples
+    again, and evaluations.
     """
     probe_tolerance: NonNegative = 0.0
     """Largest mean difference, in nats, between the log-probabilities of a server and of the
@@ -223,9 +245,17 @@ class EngineConfig(Section):
         """Number of engines that the run starts on one host. Servers in `urls` do not count."""
         return self.processes * self.servers  # one of both is 1
 
+    @property
+    def divides(self) -> bool:
+        """True if requests of different scenarios may have different groups of engines."""
+        by_default = self.scenarios == "auto" and self.prefill_engines > 0
+        return by_default or self.scenarios in ("task_set", "prefix")
+
     def applies(self, option: str) -> bool:
-        if option in ("prefill_ratio", "send_cache", "move_engines"):
+        if option in ("prefill_ratio", "send_cache"):
             return self.prefill_engines > 0
+        if option == "move_engines":
+            return self.prefill_engines > 0 or self.divides
         if option == "precise_engines":
             return self.quantise != "none"
         return Section.applies(self, option)  # super() fails in a class with slots
@@ -268,16 +298,16 @@ class EngineConfig(Section):
             )
         if not self.temperature:
             raise ConfigError(
-                "engine.temperature must be > 0, got 0: greedy sampling has log-probability 0 for "
-                "every token, so there is nothing to train on. For greedy evaluation set "
+                "engine.temperature must be > 0, got 0: learning is impossible, because greedy "
+                "sampling has log-probability 0 for every token. For greedy evaluation set "
                 "eval.temperature = 0"
             )
         self._check_truncation()
         if self.biases and (self.backend != "embedded" or self.bitwise):
             other = "engine.bitwise" if self.bitwise else f"engine.backend = {self.backend}"
             raise ConfigError(
-                f"engine.logit_bias cannot be used with {other}: only the embedded engine's own "
-                "sampling adds it to the logits as the trainer does"
+                f"engine.logit_bias is not built with {other}: only the embedded engine's own "
+                "sampling adds it to the logits as the trainer does. Remove one of both"
             )
 
     @property
@@ -310,16 +340,14 @@ class EngineConfig(Section):
 
         Empty if there are none.
         """
-        limits = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
-        return ", ".join(
-            f"engine.{name} = {getattr(self, name):g}" for name, is_set in limits.items() if is_set
-        )
+        return limits_text("engine", {name: getattr(self, name) for name in LIMITS})
 
     def _check_truncation(self) -> None:
         if not self.top_p or self.top_k == 1 or self.min_p == 1:
             raise ConfigError(
-                f"{self.truncated_by} keeps only the most probable token: its log-probability is "
-                "always 0, so there is nothing to train on"
+                f"{self.truncated_by} keeps only the most probable token: learning is impossible, "
+                "because its log-probability is always 0. Keep more tokens. For greedy evaluation "
+                "set eval.temperature = 0"
             )
         if self.truncated_by and self.backend == "vllm" and not self.top_k:
             raise ConfigError(
@@ -329,8 +357,8 @@ class EngineConfig(Section):
             )
         if self.truncated_by and self.bitwise:
             raise ConfigError(
-                f"engine.bitwise must be false with {self.truncated_by}: equal bits need the same "
-                "sums over the whole vocabulary in engine and trainer"
+                f"engine.bitwise must be false with {self.truncated_by}: not built, because engine "
+                "and trainer do not sum over a kept set in the same order"
             )
 
     def _check_quantise(self) -> None:
@@ -354,11 +382,15 @@ class EngineConfig(Section):
         given = {
             f"prefill_ratio = {self.prefill_ratio:g}": self.prefill_ratio != 8.0,
             "send_cache = true": self.send_cache,
-            "move_engines = true": self.move_engines,
         }
         for option, is_set in given.items():
             if is_set and not self.prefill_engines:
-                raise ConfigError(f"engine.{option} is read only with engine.prefill_engines > 0")
+                raise ConfigError(f"engine.{option} is used only with engine.prefill_engines > 0")
+        if self.move_engines and not self.applies("move_engines"):
+            raise ConfigError(
+                "engine.move_engines = true is used only with engine.prefill_engines > 0, or with "
+                "engine.scenarios = task_set or prefix"
+            )
         if self.send_cache and self.backend != "embedded":
             raise ConfigError(
                 "engine.send_cache needs engine.backend = embedded, got "
@@ -372,6 +404,7 @@ class EngineConfig(Section):
         needed = {
             "engine.quantise other than none": self.quantise != "none",
             "engine.prefill_engines = 0": not self.prefill_engines,
+            "engine.scenarios = auto or none": self.scenarios in ("auto", "none"),
             "engines that the run starts, and no engine.urls": not self.urls,
             f"more engines (engine.processes or engine.servers), got {self.num_started}": (
                 self.precise_engines < self.num_started
@@ -406,8 +439,9 @@ class RolloutConfig(Section):
     count as without failures.
     """
     processes: PositiveInt = 1
-    """Number of processes that run episodes, each some of the groups. With 1, the run's own process
-    runs all. More need engines on HTTP servers (docs/scale-out.md).
+    """Number of processes that run episodes, for environments that need more than one core. The
+    groups are divided between them. With 1, the run's own process runs all episodes. More than 1
+    needs engines on HTTP servers or engine hosts (docs/scale-out.md).
     """
 
 
@@ -524,7 +558,7 @@ class ScheduleConfig(Section):
     """
     resampled_groups: Count = 0
     """Largest number of groups of a batch that are replaced because all their rewards are equal, so
-    that they teach nothing; 0 replaces none. See docs/staleness.md.
+    that they teach nothing; 0 replaces none. See docs/batches.md.
     """
     adaptive_window: bool = False
     """Take a finished group before older ones whenever all older groups can still be trained on
@@ -535,8 +569,8 @@ class ScheduleConfig(Section):
         if self.resampled_groups and (self.adaptive_window or self.lookahead_window > 1):
             raise ConfigError(
                 f"schedule.resampled_groups must be 0 without strict order, got "
-                f"{self.resampled_groups}: set schedule.adaptive_window = false and "
-                "schedule.lookahead_window = 1"
+                f"{self.resampled_groups}, because more is not built with a window: set "
+                "schedule.adaptive_window = false and schedule.lookahead_window = 1"
             )
         if self.resampled_groups and self.group_size == 1:
             raise ConfigError(

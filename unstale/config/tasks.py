@@ -134,7 +134,7 @@ def task_class(env: str) -> type[TaskConfig]:
     """Return the class with the options of the environment that `env`, a value of `task.env`,
     names.
 
-    It is `TaskConfig` or a subclass. Raises `ConfigError` if there is no such environment.
+    The result is `TaskConfig` or a subclass. Raises `ConfigError` if there is no such environment.
     """
     if spec := find_spec(env):
         return spec.options

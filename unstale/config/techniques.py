@@ -58,15 +58,19 @@ diagnostic: nothing; the technique adds metrics.
 EXCLUSIVE: frozenset[Slot] = frozenset(
     {"sampler", "allocator", "strategy", "limiter", "estimator", "ratio", "objective", "distiller"}
 )
-"""Slots (kinds) of which a run may have at most one technique. Several techniques of another slot
-act in the order in which the option names them.
+"""Slots (kinds of techniques) of which a run may have at most one technique. Several techniques of
+another slot act in the order in which the option `techniques` names them.
 """
 ON_BATCH: frozenset[Slot] = frozenset(
     {"reward", "filter", "estimator", "recredit", "shaper", "source"}
 )
-"""Slots (kinds) whose techniques get the groups of a batch before its gradient is computed."""
+"""Slots (kinds of techniques) whose techniques get the groups of a batch before its gradient is
+computed.
+"""
 Change = Literal["tasks", "count", "turns", "groups", "reward", "advantage", "objective", "step"]
-"""The part of the mathematics that a technique changes."""
+"""The part of training that a technique changes, such as the `count` of episodes of a task, or an
+optimizer `step`.
+"""
 Need = Literal[
     "siblings",
     "reference",
@@ -74,17 +78,15 @@ Need = Literal[
     "trajectory_gradients",
     "pool",
     "texts",
-    "answers",
     "halves",
     "rewards",
 ]
 """A need of a technique: `siblings` is a group of several episodes, `reference` a copy of the
 first policy in memory, `entropy` the entropy of every token (one more forward pass per batch),
 `trajectory_gradients` the gradient of every sequence (one more backward pass per sequence), `pool`
-a pool of tasks that come again, `texts` a task set with a text of each task, `answers` a task set
-that reads the answer of an episode, `rewards` the environment's rewards while a group is
-sampled, `halves` the gradients of two halves of a step's groups (one
-more copy of the gradient in memory).
+a pool of tasks that come again, `texts` a task set with a text of each task, `rewards` the
+environment's rewards while a group is sampled, `halves` the gradients of two halves of a step's
+groups (one more copy of the gradient in memory).
 """
 Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
 """Where a technique's formula comes from: the authors' code, their paper, notes of others, only the
@@ -118,7 +120,9 @@ class Entry:
     measured: str
     """The effect of the technique that was measured, in Markdown, even if there was none."""
     exactness: str
-    """What the technique does to the expected gradient, D and S: one or two sentences."""
+    """The effect of the technique on the expected gradient, D and S, in one or two sentences for
+    the docs.
+    """
     requires: frozenset[Need] = frozenset()
     fixed: Mapping[str, str] = field(default_factory=dict)
     """Options of the technique that must not change when a run is resumed, each with the reason."""
@@ -148,6 +152,25 @@ class Entry:
     """A function that returns the name of an option of the technique which needs tasks that come
     again (a pool, or a list that repeats). Empty if none does.
     """
+    task_methods: Callable[[Any], Sequence[str]] = lambda options: ()
+    """A function that returns the names of methods of the task set, given the technique's options.
+    The technique needs one of them. Empty if it needs none.
+    """
+
+    outside: Callable[[Any], Mapping[str, str]] = lambda options: {}
+    """A function from the technique's options to those that name the user's code or an endpoint, by
+    name. The command that resumes a run must repeat them.
+    """
+    forks_after_turns: bool = False
+    """True if the technique forks episodes after turns. The states of their environments after each
+    turn are then kept until the group ends.
+    """
+
+    @property
+    def needs(self) -> list[str]:
+        """The technique's needs with its default options, as words."""
+        methods = " or ".join(f"{each}()" for each in self.task_methods(self.options()))
+        return [*sorted(self.requires), *([f"{methods} of the tasks"] if methods else [])]
 
     @property
     def formula(self) -> str:
@@ -213,7 +236,8 @@ def chosen(names: str) -> tuple[Entry, ...]:
 
 
 def complete_options(names: str, given: Mapping[str, Section]) -> dict[str, Section]:
-    """Return the options of each technique in `names`, by technique. `given` has those of some.
+    """Return the options of each technique in `names`, by technique. `given` has the options of
+    some techniques.
 
     Others get their defaults. Raises `ConfigError` if `given` has a technique that is not in
     `names`.
@@ -277,12 +301,13 @@ def _require_signals(technique: str, config: "RunConfig") -> None:
     if config.engine.backend != "embedded":
         raise ConfigError(
             f"the technique {technique} with these options needs engine.backend = embedded, got "
-            f"{config.engine.backend}: servers do not return the entropy of a token's distribution"
+            f"{config.engine.backend}: not built for servers, which do not return the entropy of a "
+            "token's distribution"
         )
     if config.engine.truncated_by:
         raise ConfigError(
             f"the technique {technique} with these options needs sampling from the whole "
-            f"vocabulary, got {config.engine.truncated_by}: signals are of the whole distribution"
+            f"vocabulary, got {config.engine.truncated_by}: entropies of kept sets are not built"
         )
 
 
@@ -340,6 +365,24 @@ def needs_reference(config: "RunConfig") -> bool:
     """Return True if the trainer must keep a copy of the policy from which the run starts."""
     requires = (entry.requires for entry in chosen(config.techniques))
     return config.objective.kl_coef > 0 or any("reference" in needs for needs in requires)
+
+
+def needed_methods(config: "RunConfig") -> dict[str, Sequence[str]]:
+    """Return technique -> names of methods of the task set, of which the technique needs one."""
+    found = {
+        entry.name: entry.task_methods(config.technique_options[entry.name])
+        for entry in chosen(config.techniques)
+    }
+    return {name: methods for name, methods in found.items() if methods}
+
+
+def outside_options(config: "RunConfig") -> dict[str, str]:
+    """Return the options of the chosen techniques that name the user's code or an endpoint."""
+    return {
+        f"{entry.name}.{option}": value
+        for entry in chosen(config.techniques)
+        for option, value in entry.outside(config.technique_options[entry.name]).items()
+    }
 
 
 def completed_options(config: "RunConfig") -> dict[str, Any]:

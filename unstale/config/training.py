@@ -1,7 +1,7 @@
 """Options of the trainer, the supervised start, the evaluation, the journal and checkpoints."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from unstale.config.checks import (
     ConfigError,
@@ -13,7 +13,7 @@ from unstale.config.checks import (
     Section,
     Share,
 )
-from unstale.config.sampling import Quantise, has_gpu
+from unstale.config.sampling import LIMITS, Quantise, has_gpu, limits_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,6 @@ class TrainerConfig(Section):
     """
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, which saves memory and takes more time."""
-    gradient_checkpointing_interval: PositiveInt = 1
-    """Number N: only every Nth layer computes its activations again; 1 means all layers."""
     compile: bool = False
     """Compile the model with torch.compile. The start takes half a minute longer, later passes are
     faster.
@@ -126,7 +124,7 @@ class TrainerConfig(Section):
             if self.quantise != "none" and is_set:
                 raise ConfigError(
                     f"trainer.quantise must be none with trainer.{option}, got {self.quantise}: "
-                    "passes that round weights do not have it"
+                    "not built, because passes that round weights do not have it"
                 )
 
     def scoring_tokens(self, *, on_gpu: bool) -> int:
@@ -142,8 +140,6 @@ class TrainerConfig(Section):
     def applies(self, option: str) -> bool:
         if option == "rounding":
             return self.dtype != "float32"
-        if option == "gradient_checkpointing_interval":
-            return self.gradient_checkpointing
         return option not in ("lora_alpha", "lora_targets") or self.lora_rank > 0
 
 
@@ -193,12 +189,41 @@ class EvalConfig(Section):
     """Sampling temperature of the evaluation: 0 always takes the most probable token, -1 is
     `engine.temperature`.
     """
-    keep_best: Literal["none", "success_rate", "reward_mean"] = "none"
-    """Keep the policy whose evaluation was best by this metric, in the folder `best` of the run."""
-    patience: Count = 0
-    """Stop the run after this many evaluations in a row that are no better than the best before; 0
-    never does.
+    top_p: Annotated[float, Range(-1, 1)] = -1.0
+    """Sample the evaluation from the smallest set of most probable tokens whose probabilities have
+    at least this sum: 1 is the whole vocabulary, -1 is `engine.top_p`.
     """
+    top_k: Annotated[int, Range(-1)] = -1
+    """Sample the evaluation from this number of most probable tokens: 0 sets no limit, -1 is
+    `engine.top_k`.
+    """
+    min_p: Annotated[float, Range(-1, 1)] = -1.0
+    """Sample the evaluation from tokens whose probability is at least this share of the highest
+    one: 0 sets no limit, -1 is `engine.min_p`.
+    """
+    keep_best: Literal["none", "success_rate", "reward_mean"] = "none"
+    """Keep the policy whose evaluation had the highest value of this metric, in the run's folder
+    `best`; `none` keeps no such policy.
+    """
+    patience: Count = 0
+    """With `keep_best`: stop the run after this many evaluations in a row that are no better than
+    the best before, by the metric `keep_best`; 0 never stops it.
+    """
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The values of `top_p`, `top_k` and `min_p` that are not those of the engine, by name.
+
+        >>> EvalConfig(top_p=0.95).limits
+        {'top_p': 0.95}
+        """
+        limits = {name: getattr(self, name) for name in LIMITS}
+        return {name: value for name, value in limits.items() if value >= 0}
+
+    @property
+    def truncated_by(self) -> str:
+        """The options among `limits` that cut off tokens, as text. Empty if there are none."""
+        return limits_text("eval", self.limits)
 
     def applies(self, option: str) -> bool:
         return option != "patience" or self.keep_best != "none"
@@ -209,6 +234,7 @@ class EvalConfig(Section):
                 "eval.temperature must be >= 0, or -1 for engine.temperature, got "
                 f"{self.temperature:g}"
             )
+        self._check_limits()
         if not self.temperature and self.samples > 1:
             raise ConfigError(
                 f"eval.samples must be 1 with eval.temperature = 0, got {self.samples}: greedy "
@@ -220,6 +246,24 @@ class EvalConfig(Section):
             raise ConfigError(
                 f"eval.patience = {self.patience} needs eval.interval > 0: without it a run is "
                 "evaluated only before its first step and after its last"
+            )
+
+    def _check_limits(self) -> None:
+        """Raise `ConfigError` for values of `top_p`, `top_k` and `min_p` that cannot be used."""
+        for name in ("top_p", "min_p"):
+            if -1 < getattr(self, name) < 0:
+                raise ConfigError(
+                    f"eval.{name} must be between 0 and 1, or -1 for engine.{name}, got "
+                    f"{getattr(self, name):g}"
+                )
+        if self.top_p == 0 or self.top_k == 1 or self.min_p == 1:
+            raise ConfigError(
+                f"{self.truncated_by} keeps only the most probable token: set eval.temperature = 0"
+            )
+        if not self.temperature and self.truncated_by:
+            raise ConfigError(
+                f"{self.truncated_by} cannot be used with eval.temperature = 0, which takes the "
+                "most probable token: set eval.temperature above 0"
             )
 
 

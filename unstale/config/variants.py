@@ -63,7 +63,7 @@ class VariantSection(Section):
     def own_options(cls) -> dict[str, set[str]]:
         """Return the options that some variants lack, by the name of each variant that has them.
 
-        They are empty for a variant of another distribution that cannot be imported.
+        A variant of another distribution that cannot be imported has an empty set.
         """
         common = set(option_types(base_of(cls)))
         broken: dict[str, set[str]] = {name: set() for name in added_names(cls.group)}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unstale.config import EvalConfig
+from unstale.config import RunConfig
 from unstale.durability.run_folder import write_whole
 
 BEST = "best"
@@ -23,7 +23,7 @@ def read_best(run: Path) -> Mapping[str, Any]:
     """Return the record of a run's best policy. It is empty if the run keeps no best policy.
 
     It has the name and value of the metric that was compared, the step and the version of the
-    policy, and the steps of later evaluations that were no better ("worse").
+    policy, and the values of all evaluations of the run, as pairs (step, value).
     """
     try:
         return dict(json.loads((run / BEST / RECORD).read_text(encoding="utf-8")))
@@ -35,37 +35,50 @@ class BestPolicy:
     """A copy of the policy with the best evaluation so far, in the folder `best` of a run.
 
     Evaluations are compared by the metric that the option `eval.keep_best` names. A policy that
-    only equals the best one does not replace it. A resumed run goes on with the recorded best
-    policy if the options of the evaluation are unchanged. It forgets worse evaluations that it will
-    repeat.
+    only equals the best one does not replace it. A resumed run forgets the evaluations that it will
+    repeat, and those with other options. It keeps the recorded best policy until a better one is
+    found. A deterministic run finds those again that the kill lost, so it replaces the best policy
+    whenever the undisturbed run does.
     """
 
     def __init__(
-        self, run: Path, config: EvalConfig, save: Callable[[Path], None], *, step: int
+        self, run: Path, config: RunConfig, save: Callable[[Path], None], *, step: int
     ) -> None:
         """Read the record of the best policy in the run folder `run`.
 
-        `config` has the options of evaluations. `save` writes the current policy into a folder, in
+        `config` has the options of the run. `save` writes the current policy into a folder, in
         Hugging Face's format. `step` is the step from which the run starts or resumes.
         """
+        options, engine = config.eval, config.engine
         self._folder = run / BEST
         self._replaced = run / f"{BEST}.replaced"
-        self._metric = f"eval/{config.keep_best}"
-        self._patience = config.patience
+        self._metric = f"eval/{options.keep_best}"
+        self._patience = options.patience
         self._save = save
-        self._record: dict[str, Any] = {}
+        self._record: Mapping[str, Any] = {}
+        self._values: dict[int, float] = {}
+        """The value of the metric by step, without evaluations that will be repeated."""
         if self._replaced.is_dir() and not self._folder.is_dir():  # the process was killed between
             self._replaced.rename(self._folder)
         self._measured = {
             "metric": self._metric,
-            "temperature": config.temperature,
-            "samples": config.samples,
-            "tasks": config.tasks,
+            "temperature": engine.temperature if options.temperature < 0 else options.temperature,
+            "top_p": engine.top_p,
+            "top_k": engine.top_k,
+            "min_p": engine.min_p,
+            **options.limits,
+            "samples": options.samples,
+            "tasks": options.tasks,
         }
         record = read_best(run)
         if record.get("measured") == self._measured:  # others cannot be compared with it
-            worse = [each for each in record["worse"] if each < step]
-            self._record = {**record, "worse": worse}
+            self._record = record
+            self._values = {at: value for at, value in record.get("evaluations", ()) if at < step}
+        repeats = config.deterministic and self._record.get("step", -1) >= step
+        self._least = -math.inf if repeats else self._record.get("value", -math.inf)
+        """Value of the recorded best policy, also if its evaluation will be repeated. -inf if the
+        policy will be found again.
+        """
 
     @property
     def ends_run(self) -> bool:
@@ -74,7 +87,9 @@ class BestPolicy:
 
         Always False if `eval.patience` is 0.
         """
-        return 0 < self._patience <= len(self._record.get("worse", ()))
+        values = list(self._values.values())
+        worse = len(values) - 1 - values.index(max(values)) if values else 0
+        return 0 < self._patience <= worse
 
     def add(self, step: int, version: int, metrics: Mapping[str, float]) -> bool:
         """Save the current policy if its evaluation is the best so far. Return True if it is.
@@ -86,16 +101,20 @@ class BestPolicy:
         value = metrics[self._metric]
         if math.isnan(value):
             return False
-        if self._record and value <= self._record["value"]:
-            if step > self._record["step"]:
-                self._record["worse"] = sorted({*self._record["worse"], step})
-                write_whole(self._folder / RECORD, json.dumps(self._record))
+        is_best = value > max([self._least, *self._values.values()])
+        values = {**self._values, step: value}
+        evaluations = [list(each) for each in values.items()]
+        if not is_best:
+            self._values = values
+            self._record = {**self._record, "evaluations": evaluations}
+            write_whole(self._folder / RECORD, json.dumps(self._record))
             return False
         found = {"measured": self._measured, "value": value, "step": step, "version": version}
         unfinished = self._folder.with_name(f"{BEST}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         self._save(unfinished)
-        self._record = {**found, "worse": []}
+        self._record = {**found, "evaluations": evaluations}
+        self._values = values
         write_whole(unfinished / RECORD, json.dumps(self._record))
         shutil.rmtree(self._replaced, ignore_errors=True)
         if self._folder.is_dir():

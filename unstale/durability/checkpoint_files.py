@@ -1,9 +1,9 @@
 """Write, flush, read and verify the files of one checkpoint. `checkpoint` describes its folder.
 
-The formats are JSON and safetensors, not pickle, so reading a file never executes code. Weights of
-a forward pass that equal the trainer's weights in another precision are not written again, and
-copies of them, such as those of earlier versions, are written as differences. Files are written and
-read in parts, so no second copy of the model is needed in memory.
+The formats are JSON and safetensors, not pickle, so reading a file never executes code. A
+forward-pass weight that equals the trainer's weight in another precision is not written again.
+Copies of forward-pass weights, such as those of earlier versions, are written as differences from
+them. Files are written and read in parts, so no second copy of the model is needed in memory.
 """
 
 import json
@@ -44,8 +44,8 @@ distributed format, which a run with another number of ranks can read.
 WEIGHTS_PREFIX = f"/{TRAINER}/weights/"
 """Beginning of the names of the trainer's weights in a checkpoint's files."""
 POLICY_PREFIX = "/policy/"
-"""Beginning of the names of forward-pass weights in a checkpoint's files. Only weights that are not
-the trainer's weights in another precision are stored under such a name.
+"""Beginning of the names of forward-pass weights in a checkpoint's files. A forward-pass weight is
+left out if it can be made from the trainer's weight by a conversion to another precision.
 """
 
 MIN_FILE_BYTES = 8 << 20
@@ -420,8 +420,8 @@ def forward_weights(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> d
     """Return a checkpoint's forward-pass weights, by parameter.
 
     `body` is the content of its manifest, and `tensors` has the tensors of its files. A weight of
-    the trainer is converted to the precision of the forward pass, but not copied if it has it
-    already.
+    the trainer is converted to the precision of the forward pass. It is not copied if it has this
+    precision.
     """
     return {
         name: tensors[WEIGHTS_PREFIX + name].to(getattr(torch, dtype))

@@ -51,8 +51,8 @@ _FILE_ERRORS = (OSError, SafetensorError, ValueError, LookupError)
 _OPTIMIZER = re.compile(rf"/{TRAINER}/optimizer/state/(\d+)/.*")
 
 Layout = Mapping[str, Tensor]
-"""The trainer's weights by name, in the optimizer's order. A weight that is sharded shows how
-tensors that belong to it are divided among the ranks.
+"""The trainer's weights by name, in the optimizer's order. If a weight is divided among the ranks,
+its optimizer state is divided in the same way.
 """
 
 
@@ -174,10 +174,10 @@ def _whole(
 ) -> Tensor:
     """Return a whole forward-pass weight, joined from the parts of all ranks.
 
-    `written` and `files` have the manifest entry and the tensors of each rank. A rank's part is in
-    its file, unless it equals its part of `trained`, the trainer's weight, cast to the dtype of the
-    forward pass. Such a part was not written and is cast here. `trained` is None if the trainer has
-    no weight of this name.
+    `written` and `files` have the manifest entry and the tensors of each rank. A part that equals
+    the trainer's weight in the dtype of the forward pass was not written. It is computed here from
+    `trained`, the whole weight of the trainer, which is None if the trainer has no weight of this
+    name. All other parts are in the ranks' files.
     """
     parts = [
         files[rank][POLICY_PREFIX + name]
@@ -205,8 +205,8 @@ def _load(
 def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
     """Return a tensor of zeros into which the checkpoint's tensor `name` can be read.
 
-    `shape` is its dtype and shape. It is divided among the ranks like the weight of `layout` to
-    which it belongs. If it belongs to none, it is not divided.
+    `shape` is its dtype and shape. If it is a weight of `layout` or a part of the optimizer's state
+    for this weight, it is divided among the ranks as the weight is. Otherwise it is not divided.
     """
     dtype, size = getattr(torch, shape[0]), list(shape[1:])
     like = layout.get(name.removeprefix(WEIGHTS_PREFIX))

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from unstale.durability.best_policy import BEST, RECORD, read_best
 from unstale.durability.checkpoint import Checkpoint, Checkpoints
 from unstale.durability.journal import Journal, JournalReader
 from unstale.durability.journal.tables import COLUMNS
@@ -21,19 +22,22 @@ MEASURED = ("_s", "/busy_share")
 MAX_LISTED = 5
 """Largest number of differences that are listed for one file or one table of the journal."""
 
-_POLICY = Path("policy") / "model.safetensors"
+_MODELS = ("policy", BEST)
+"""Folders of a run folder with the folders with saved weights, in Hugging Face's format."""
 
 
 def differences(one: Path, other: Path) -> list[str]:
     """Return a sentence for each difference between two run folders. The list is empty for equal
     runs.
 
-    Compared are the checkpoints and versions that both folders have, the trained policy, the
-    journal and the metrics. Times, and metrics with an ending of `MEASURED`, are left out. Raises
-    `JournalError`, `CheckpointError` or `ConfigError` if a file cannot be read.
+    Compared are the checkpoints and versions that both folders have, the trained and the best
+    policy, the record of evaluations, the journal and the metrics. Times, and metrics with an
+    ending of `MEASURED`, are left out. Raises `JournalError`, `CheckpointError` or `ConfigError` if
+    a file cannot be read.
     """
     found = _compare_checkpoints(one, other)
-    found += _limit(str(_POLICY), _compare(_trained_policy(one), _trained_policy(other)))
+    found += _compare_models(one, other)
+    found += _limit(f"{BEST}/{RECORD}", _compare(read_best(one), read_best(other)))
     with Journal.read(one) as left, Journal.read(other) as right:
         for table in COLUMNS:
             rows = _compare(_rows(left, table), _rows(right, table), "row")
@@ -60,9 +64,18 @@ def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"row": row, "states": checkpoint.states, "policy": checkpoint.policy}
 
 
-def _trained_policy(run: Path) -> dict[str, Tensor]:
-    """Return the weights that a run saved at its end, by name. Empty if the run has not ended."""
-    return load_file(run / _POLICY) if (run / _POLICY).exists() else {}
+def _compare_models(one: Path, other: Path) -> list[str]:
+    """Compare the models that both runs saved. One that only one of them has differs."""
+    found = []
+    pairs = [(run, run / name) for run in (one, other) for name in _MODELS]
+    files = {path.relative_to(run) for run, each in pairs for path in each.rglob("*.safetensors")}
+    for file in sorted(files):
+        found += _limit(str(file), _compare(_weights(one / file), _weights(other / file)))
+    return found
+
+
+def _weights(file: Path) -> dict[str, Tensor]:
+    return load_file(file) if file.exists() else {}
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:

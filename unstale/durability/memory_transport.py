@@ -12,7 +12,8 @@ from typing import Any
 class MemoryTransport(asyncio.Transport):
     """One end of a connection. What is written arrives at the protocol of the `peer`.
 
-    `listening` stands for the connection's own socket where a protocol sets options of it.
+    A protocol that sets options of the connection's socket gets `listening` in place of this
+    socket.
     """
 
     peer: "MemoryTransport"

@@ -85,8 +85,9 @@ def load_resume_state(
 
     A checkpoint is undamaged if every file has its recorded checksum. `on_event` is called for
     damaged ones. A deterministic run (`config`) also deletes everything newer than the checkpoint,
-    because it is computed again. The metrics of the checkpoint's own step are logged again, and for
-    them results of an evaluation are kept. Raises `CheckpointError` if no checkpoint is undamaged.
+    because it is computed again. The metrics of the checkpoint's own step are logged again. If an
+    evaluation followed this step, its results are kept and logged with them. Raises
+    `CheckpointError` if no checkpoint is undamaged.
     """
     with Journal.read(run) as reader:
         rows = reader.checkpoints()

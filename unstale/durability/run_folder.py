@@ -276,7 +276,9 @@ class RunLog:
 
 
 class BrokenFile(ValueError):
-    """Error: a JSON-lines file has a line, other than its last, that is not a JSON object."""
+    """Error: a line of a JSON-lines file is not a JSON object. The last line is not checked,
+    because a kill may have cut it.
+    """
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
@@ -391,3 +393,9 @@ class RunFolder:
             return value
         self.add_gap(f"{name} is not a JSON object")
         return {}
+
+
+def disk_size(path: Path) -> int:
+    """Return the size in bytes of a file, or of all files of a folder."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return sum(each.stat().st_size for each in files)

@@ -1,9 +1,9 @@
 """Find and decode the routed experts in the JSON of a server's reply, while other threads run.
 
 Routed experts are the experts that an MoE model chose for each token. Those of a long context are
-megabytes of base64. Python's own functions hold the interpreter lock while they read them, so that
-the event loop waits. Compiled code (`routed_experts.c`) does not. Without a C compiler, the JSON
-parser reads the experts with the rest of the reply, and `binascii` decodes them in parts.
+megabytes of base64. Python's own functions hold the interpreter lock while they read them, so the
+event loop would wait. Compiled code (`routed_experts.c`) does not hold it. Without a C compiler,
+the JSON parser reads the experts with the rest of the reply, and `binascii` decodes them in parts.
 """
 
 import binascii
@@ -23,14 +23,14 @@ SOURCE = Path(__file__).with_name("routed_experts.c")
 NAME = b'"routed_experts"'
 """The key of the routed experts in the JSON of vLLM and SGLang, with its quotes."""
 _PART = 1 << 18
-"""Number of characters that `binascii` decodes at once, a multiple of 4."""
+"""Number of characters that `binascii` decodes at once. It must be a multiple of 4."""
 
 
 def cut_experts(body: Body) -> tuple[Body, memoryview | None]:
-    """Return the JSON of a reply without its routed experts, and these experts.
+    """Return the JSON of a reply without its routed experts, and the experts.
 
-    The experts are a JSON string with its quotes, as a view of `body`. An empty string replaces
-    them in the returned JSON. The result is `body` and None if they cannot be cut out: without
+    The experts are a JSON string with its quotes, as a view of `body`. In the returned JSON, an
+    empty string replaces them. The result is `body` and None if they cannot be cut out: without
     compiled code, if `body` does not have the key `NAME` exactly once, or if its value is not a
     string without escapes.
     """
@@ -81,7 +81,6 @@ def _decode_parts(encoded: memoryview) -> NDArray[np.uint8]:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Return the compiled functions. Without a compiler, warn and return None."""
     try:
         library = compile_library(SOURCE)
     except NotCompiled as error:

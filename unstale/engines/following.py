@@ -1,16 +1,17 @@
 """Engines whose servers are shared by the run's process and its rollout processes.
 
 Rollout processes are child processes that run episodes. The run's process starts the servers and
-loads the weights. Its pool has a `SharedEngine` for each server. The pool of a rollout process has
-a `FollowedEngine` for each, which sends its requests to the server itself. An `EngineHub` sends
-every change of a server's state to all rollout processes. `SharedEngine.interrupt` returns only
-after all of them have received their interrupted replies.
+loads the weights. Its pool of engines has a `SharedEngine` for each server. The pool of a rollout
+process has a `FollowedEngine` for each server, and sends requests to the servers itself. An
+`EngineHub` sends every change of a server's state to all rollout processes.
+`SharedEngine.interrupt` returns only after all of them have received their interrupted replies.
 """
 
 import asyncio
 import itertools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
@@ -21,20 +22,18 @@ from unstale.engines.pool import EnginePool
 from unstale.engines.registry import ModelSizes
 
 DRAIN_S = 60.0
-"""Seconds after an interruption of a server within which each rollout process must have received
-its replies.
+"""Longest time in seconds, after an interruption of a server, until each rollout process has
+received its replies.
 """
 _T = TypeVar("_T")
 
 
 class EngineOpened(msgspec.Struct, tag=True):
-    """A message to rollout processes: the server samples with the weights of `version`."""
+    """A message to rollout processes: server number `engine` samples with the weights `version`."""
 
     engine: int
     epoch: int
-    """Number of the server's start. Each start raises it by 1. Messages about an earlier start are
-    outdated.
-    """
+    """Number of times that the server was started. Messages with a lower number are outdated."""
     url: str
     version: int
 
@@ -49,7 +48,7 @@ class EngineVerified(msgspec.Struct, tag=True):
 class EngineClosed(msgspec.Struct, tag=True):
     """A message to rollout processes: a server is interrupted.
 
-    Each process answers with an `EngineDrained` of the same number `ask`.
+    Each process answers with an `EngineDrained` with the same number `ask`.
     """
 
     engine: int
@@ -90,17 +89,17 @@ Finding = EngineDrained | EngineFailed | EngineCounters
 
 
 class SharedServer(Engine, Protocol):
-    """An engine on a server, or on an engine host, that several processes can call.
+    """An engine on a server, or on an engine host, that several processes can use.
 
-    One process starts the server and loads its weights. Each other process has its own engine on
-    the server, and calls `follow` and `leave` instead of `resume` and `interrupt`.
+    One process starts the server and loads its weights. Each other process has its own engine for
+    the same server, and calls `follow` and `leave` instead of `resume` and `interrupt`.
     """
 
     sizes: ModelSizes
 
     @property
     def url(self) -> str:
-        """The server's address, from which another process creates its own engine."""
+        """The server's address, with which another process creates its own engine for it."""
         ...
 
     async def verified(self) -> None:
@@ -108,15 +107,14 @@ class SharedServer(Engine, Protocol):
         ...
 
     def fail(self, reason: str) -> EngineDied:
-        """Make all calls fail until the next start. Return the error that they raise, with
-        `reason`.
-        """
+        """Make all calls fail until the next start. Return their error, which contains `reason`."""
         ...
 
     def follow(self, version: int, probe: "asyncio.Future[None]") -> None:
         """Begin to accept requests for the weights `version`, which another process has loaded.
 
-        Replies may be held back until `probe` is done: then those weights have passed their test.
+        `probe` is done when these weights have passed their test. Replies may be held back until
+        then.
         """
         ...
 
@@ -132,8 +130,8 @@ class SharedServer(Engine, Protocol):
 class EngineHub:
     """The connections from the run's process to the rollout processes that use its engines.
 
-    If an engine is interrupted and a process has not received all its replies within `DRAIN_S`
-    seconds, the hub calls the function `on_late` that was given to `attach` for this process.
+    Rollout processes must receive all their replies within `DRAIN_S` seconds after an interruption.
+    If one does not, the hub calls the function `on_late` that was passed to `attach` for it.
     """
 
     def __init__(self) -> None:
@@ -142,16 +140,15 @@ class EngineHub:
         self._keys = itertools.count()
         self._asks = itertools.count()
         self._waiting: dict[int, tuple[set[int], asyncio.Event]] = {}
-        """The processes that must still answer an `EngineClosed`, by its number `ask`, and an event
-        that is set when all have answered.
+        """For each `EngineClosed`, by its number `ask`: the processes that have not answered yet,
+        and an event that is set when all have.
         """
 
     def attach(self, send: Callable[[StateChange], None], on_late: Callable[[str], None]) -> int:
-        """Add a rollout process, and send it the current state of all engines. Return the process's
-        key.
+        """Add a rollout process, and send it the current state of all engines. Return its key.
 
-        `send` sends it a message. `on_late` receives the reason if its answer to an interruption is
-        late.
+        `send` sends a message to the process. `on_late` is called with a reason if the process
+        answers an interruption too late.
         """
         key = next(self._keys)
         self._members[key] = (send, on_late)
@@ -173,7 +170,7 @@ class EngineHub:
     def close(self, engine: int) -> Coroutine[None, None, None]:
         """Notify all rollout processes that the engine with the number `engine` is interrupted.
 
-        Return a coroutine that waits until they have received all replies of this engine.
+        Return a coroutine that waits until all of them have received their replies of this engine.
         """
         ask = next(self._asks)
         waiting, answered = self._waiting[ask] = ({*self._members}, asyncio.Event())
@@ -211,7 +208,7 @@ class EngineHub:
 
 
 class SharedEngine:
-    """An engine of the run's process on a server that rollout processes use, too.
+    """An engine of the run's process on a server that is also used by rollout processes.
 
     A call that changes the server's state also sends the new state to the rollout processes.
     """
@@ -220,8 +217,8 @@ class SharedEngine:
         self.engine = engine
         self.takes_deltas = engine.takes_deltas
         self.on_death: Callable[[EngineDied], None] = lambda died: None
-        """Called when a rollout process reports that the server died, or when the probe (the test
-        of the loaded weights) failed.
+        """Called when a rollout process reports that the server has died, and when the probe (the
+        test of the loaded weights) has failed.
         """
         self._number = number
         self._hub = hub
@@ -235,7 +232,7 @@ class SharedEngine:
 
     @property
     def state(self) -> Sequence[StateChange]:
-        """The messages that tell a new rollout process the engine's state. Empty while it is
+        """The messages by which a new rollout process learns the engine's state. Empty while it is
         interrupted.
         """
         if self._opened is None:
@@ -284,8 +281,8 @@ class SharedEngine:
     def metrics(self) -> Mapping[str, float]:
         """Return the counters of this process and all rollout processes since the last call.
 
-        `busy_s` is the largest value of any process, at most the elapsed time. Other counters are
-        summed.
+        `busy_s` is the largest value of any process, at most the elapsed time. Most other counters
+        are summed.
         """
         totals = defaultdict[str, float](float, self.engine.metrics())
         elapsed = totals["busy_s"] + totals["idle_s"]
@@ -307,10 +304,10 @@ class SharedEngine:
             totals[name] += value
 
     def found_dead(self, epoch: int, reason: str) -> None:
-        """Treat the server as dead, because a rollout process reported it with `reason`.
+        """Treat the server as dead, because a rollout process reported its death with `reason`.
 
-        `epoch` is the number of the start that the report is about. A report about an earlier start
-        is ignored.
+        `epoch` is the number of the server's start to which the report belongs. A report about an
+        earlier start is ignored.
         """
         if epoch != self._epoch:
             return
@@ -322,9 +319,7 @@ class SharedEngine:
         self.on_death(died)
 
     async def _verify(self) -> None:
-        """Wait for the probe, the test of the loaded weights. Send its result to the rollout
-        processes.
-        """
+        """Wait for the probe, the test of the weights. Send its result to rollout processes."""
         epoch, version = self._epoch, self._version
         try:
             await self.engine.verified()
@@ -338,10 +333,7 @@ class SharedEngine:
             self._hub.broadcast(EngineVerified(self._number, epoch))
 
     async def _reporting(self, call: Awaitable[_T]) -> _T:
-        """Await a call of the engine.
-
-        If it raises `EngineDied`, notify the rollout processes and re-raise.
-        """
+        """Await a call of the engine. If it raises `EngineDied`, first notify rollout processes."""
         try:
             return await call
         except EngineDied as died:
@@ -358,8 +350,8 @@ class FollowedEngine:
     """An engine of a rollout process on a server that the run's process controls.
 
     Only messages from the run's process change its state: `stage`, `load`, `interrupt` and `resume`
-    do nothing. `start` waits until the run has restarted a dead server. Meanwhile the `EnginePool`
-    sends requests to other servers.
+    do nothing. `start` waits until the run's process has restarted a dead server. Meanwhile the
+    `EnginePool` sends requests to other servers.
     """
 
     takes_deltas = False
@@ -370,8 +362,8 @@ class FollowedEngine:
         make: Callable[[str], SharedServer],
         report: Callable[[Finding], None],
     ) -> None:
-        """Create the engine of the server with this number. It sends no requests until a message
-        opens it.
+        """Create the engine of the server with this number. It sends requests after an
+        `EngineOpened`.
 
         `make` returns an engine for the server at a URL. `report` sends a message to the run's
         process.
@@ -428,17 +420,16 @@ class FollowedEngine:
             self._probe.exception()  # marks it as retrieved: no reply may wait for it
 
     def _lost(self, died: EngineDied) -> None:
-        """Report to the run's process that the server does not work, unless it is already marked as
-        ended.
+        """Refuse requests, and report to the run's process that the server does not work.
+
+        Do nothing if the server's end was already reported.
         """
         if self._up.is_set():
             self._end(str(died))
             self._report(EngineFailed(self._number, self._epoch, str(died)))
 
     async def start(self) -> None:
-        """Wait until the run's process has restarted the server. Return at once if it was never in
-        use.
-        """
+        """Wait until the run's process has restarted the server, unless it was never used."""
         if self._was_up:
             await self._up.wait()
 
@@ -466,15 +457,17 @@ class FollowedEngine:
         return {}
 
     def report_counters(self) -> None:
-        """Send the run's process the server's counters since the last such message."""
+        """Send the counters of this process's requests since the last report to the run's main
+        process.
+        """
         if self._engine is not None and (counters := self._engine.metrics()):
             self._report(EngineCounters(self._number, dict(counters)))
 
 
 def require_servers(engines: Sequence[Engine]) -> list[SharedServer]:
-    """Return the engines, typed as servers that several processes can call.
+    """Return the engines, typed as servers that several processes can use.
 
-    Raises ValueError if one of them can be called by the run's process only.
+    Raises ValueError if only the run's process can use one of them.
     """
     servers: list[SharedServer] = []
     for engine in engines:
@@ -489,8 +482,8 @@ def require_servers(engines: Sequence[Engine]) -> list[SharedServer]:
 
 
 def share(pool: EnginePool, hub: EngineHub) -> EnginePool:
-    """Return a pool for the run's process, whose engines keep the rollout processes of `hub`
-    informed.
+    """Return a pool of `SharedEngine`s for the run's process, which notify the rollout processes of
+    `hub`.
 
     It has the servers and settings of `pool`. Raises ValueError like `require_servers`.
     """
@@ -503,7 +496,7 @@ def share(pool: EnginePool, hub: EngineHub) -> EnginePool:
         max_running=pool.max_running,
         keep_cache=pool.keep_cache,
         load_tokens=pool.load_tokens,
-        phases=pool.phases,
+        phases=replace(pool.phases, scenarios="none"),
         patience_s=pool.patience_s,
     )
 

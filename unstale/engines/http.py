@@ -25,24 +25,24 @@ MAX_BODY_BYTES = 1 << 28
 LARGE_BODY_BYTES = 1 << 16
 """Size above which a response is parsed in a thread, so that the event loop does not wait.
 
-The parser holds the interpreter lock. A reply of 16,384 tokens with log-probabilities takes it 15
-ms, or 5 ms if `decode_json` skips the fields that are not needed.
+The parser holds the interpreter lock. For a reply of 16,384 tokens with log-probabilities it takes
+15 ms, or 5 ms if `decode_json` skips the fields that are not needed.
 """
 Body = bytes | mmap
-"""The body of a response. It is an `mmap` of memory if the `Content-Length` exceeds
+"""The body of a response. It is an anonymous `mmap` if the `Content-Length` exceeds
 `LARGE_BODY_BYTES`.
 """
 
 ROUNDS_TO_CALLER = 4
-"""Number of iterations of the event loop from the end of parsing until the caller of `Http.call`
-has its result. One passes for each task between them.
+"""Number of iterations of the event loop between the end of parsing and the return of `Http.call`:
+one for each task that awaits another.
 """
 
 
 class HttpError(OSError):
     """Error: a server answered with an HTTP status of 300 or more.
 
-    The message has the start of the response body.
+    Its text has the beginning of the response body.
     """
 
     def __init__(self, status: int, text: str) -> None:
@@ -54,8 +54,8 @@ class Http:
     """A client of one server. Every call opens a new connection.
 
     `url` is `http://host:port`, `https://host:port` or `unix:/path`. `key` is sent as a bearer
-    token. A longer response than `max_body_bytes` is refused. Raises ValueError for another form of
-    URL, or a key that is not printable ASCII.
+    token. A response that is longer than `max_body_bytes` is refused. Raises ValueError for another
+    form of URL, and for a key that is not printable ASCII.
     """
 
     def __init__(self, url: str, *, key: str = "", max_body_bytes: int = MAX_BODY_BYTES) -> None:
@@ -85,8 +85,8 @@ class Http:
     ) -> Any:
         """Send a request. Return the JSON of the response, or None if the response is empty.
 
-        With `decode`, return what this function makes of the response's bytes. It runs in a thread
-        if the response is large, so it must not use objects of the event loop.
+        With `decode`, return the result of this function for the response's bytes. It runs in a
+        thread if the response is large, so it must not use objects of the event loop.
 
         Raises ValueError if `body` has a number that JSON does not have (NaN, infinity). Raises
         OSError for every failure of the call, such as a response that cannot be decoded. Cancelling
@@ -145,7 +145,7 @@ class Http:
 async def _addresses_of(host: str, port: int) -> list[str]:
     """Return the IP addresses of a host, or its name if one of them is IPv6 with a scope.
 
-    asyncio would look up names in threads that user code may occupy. It gets a name only where the
+    asyncio looks up names in threads that user code may occupy. So it gets a name only where the
     scope is needed.
     """
     with suppress(ValueError):
@@ -206,12 +206,12 @@ _LOCKS = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
 @asynccontextmanager
 async def parsing_turn() -> AsyncIterator[None]:
-    """Return a context in which no other task of this event loop parses a large response in a
-    thread.
+    """Return a context for parsing a large response in a thread. Only one task can be in it at a
+    time.
 
     Several parsing threads would not be faster, and each would make the event loop wait. The next
     task enters `ROUNDS_TO_CALLER` iterations of the loop after this one has left, when the caller
-    has processed its result.
+    has processed its result. Each event loop has its own turns.
     """
     loop = asyncio.get_running_loop()
     lock = _LOCKS.setdefault(loop, asyncio.Lock())
@@ -232,8 +232,9 @@ def _release_after(loop: asyncio.AbstractEventLoop, lock: asyncio.Lock, rounds: 
 def _encode_json(body: Any) -> bytes:
     """Return a value as JSON text. Raises ValueError for NaN and infinite numbers.
 
-    `json` writes what orjson refuses, such as lone surrogates. orjson writes NaN and infinity as
-    null, so a text with null is written again by `json`, which refuses these numbers.
+    Values that orjson refuses, such as lone surrogates, are written by `json`. orjson writes NaN
+    and infinity as null. So a text with null is written again by `json`, which refuses these
+    numbers.
     """
     try:
         content = orjson.dumps(body, option=_AS_JSON)
@@ -275,8 +276,7 @@ def decode_json(content: Body, form: Any = Any) -> Any:
 
     `form` is the expected type of the value, for msgspec. Fields that the type does not name are
     skipped, which is faster than reading them. Texts that msgspec refuses, such as those with NaN,
-    are read by `json`. With a `form` other than `Any`, NaN becomes null, and an empty text is an
-    error.
+    are read by `json`. If `form` is not `Any`, NaN becomes null, and an empty text is an error.
 
     Raises ValueError for invalid texts and for values of another type.
     """
@@ -317,7 +317,7 @@ async def _read_body(
 async def _read_large(reader: asyncio.StreamReader, size: int) -> mmap:
     """Read `size` bytes in parts, so that the event loop can run other tasks between them.
 
-    A `bytes` object of megabytes would be copied at once, and no other thread could run meanwhile.
+    A `bytes` object of megabytes would be copied at once, while no other thread can run.
     """
     content = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
     while (at := content.tell()) < size:

@@ -4,16 +4,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 BLOCK = 16
-"""Number of tokens in a block. A server caches contexts in blocks of this length or a multiple."""
+"""Number of tokens in a block. Servers cache contexts in blocks of this length or a multiple."""
 _MAX_BLOCKS = 1 << 17
-"""Largest number of block hashes to remember, which limits memory.
-
-The older half is dropped first.
-"""
+"""Largest number of block hashes to remember. Beyond it, the older half is dropped."""
 
 
 class EpisodeTokens(list[int]):
-    """The tokens of an episode, a list to which tokens may only be appended.
+    """A list of the tokens of an episode, to which tokens may only be appended.
 
     It remembers the hashes of its blocks and which ids were checked, so that each token is hashed
     and checked only once. Pickling turns it into a plain list.
@@ -35,10 +32,10 @@ class EpisodeTokens(list[int]):
         return self._blocks
 
     def unchecked(self, vocab_size: int) -> list[int]:
-        """Return the tokens from the first one that was not yet checked against this vocabulary
-        size.
+        """Return the tokens that were not checked yet to be below this vocabulary size.
 
-        If all returned ids are from 0 to below `vocab_size`, later calls do not return them again.
+        They are checked by this call: if all are from 0 to below `vocab_size`, later calls do not
+        return them again.
         """
         if vocab_size != self._vocab_size:
             self._num_valid, self._vocab_size = 0, vocab_size
@@ -61,9 +58,7 @@ class CachedPrefixes:
 
     def __init__(self) -> None:
         self._newer: set[int] = set()
-        """The hashes of recently added blocks. With a block, this set also has all blocks before
-        it.
-        """
+        """The hashes of recently added blocks and of all blocks before them in their sequences."""
         self._older: set[int] = set()
 
     def add(self, blocks: Sequence[int]) -> None:
@@ -93,7 +88,8 @@ class CachedPrefixes:
 
 
 def hash_blocks(tokens: Sequence[int]) -> Sequence[int]:
-    """Return one hash per whole block of tokens. A hash depends on its block and all earlier ones.
+    """Return one hash for each whole block of tokens. It depends on the block and all earlier
+    blocks.
 
     >>> hash_blocks(range(40)) == hash_blocks(range(70))[:2]
     True
@@ -106,7 +102,7 @@ def hash_blocks(tokens: Sequence[int]) -> Sequence[int]:
 def add_blocks(context: Sequence[int], reply: Sequence[int], known: Sequence[int]) -> list[int]:
     """Return the block hashes of a context followed by its reply.
 
-    `known` are the hashes of the context.
+    `known` are the block hashes of the context.
 
     >>> known = hash_blocks(range(40))
     >>> add_blocks(range(40), range(40, 70), known) == hash_blocks(range(70))
@@ -117,7 +113,8 @@ def add_blocks(context: Sequence[int], reply: Sequence[int], known: Sequence[int
 
 
 def _hashes(tokens: Sequence[int], known: Sequence[int], before: int = 0) -> list[int]:
-    """Return the hashes of all blocks of `tokens` after the blocks whose hashes are `known`.
+    """Return the hashes of the blocks of `tokens`, except of the first blocks, whose hashes are
+    `known`.
 
     If `known` is empty, `before` is the hash of the block before `tokens`, or 0 at the start of a
     sequence.

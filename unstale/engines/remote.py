@@ -1,10 +1,10 @@
 """The base class of engines that are servers behind HTTP.
 
-Two checks find a server that does not sample from the weights it was sent. First, the server
+Two checks find a server that does not sample from the weights that it was sent. First, the server
 returns the version that sampled each token, which must be the requested one. Second, after every
-load the engine samples a few tokens (the probe) and compares their log-probabilities with those of
-the trainer's model under the same weights. A reply is returned only after the probe of its version
-has passed. See docs/engines.md.
+load, the engine lets the server sample a few tokens (the probe). Their log-probabilities are
+compared with those of the trainer's model under the same weights. A reply is returned only after
+the probe of its version has passed. See docs/engines.md.
 """
 
 import asyncio
@@ -63,15 +63,15 @@ from unstale.weights.store import Delta
 HANG_S = 60.0
 """Seconds without an answer after which a server is treated as dead."""
 PAUSE_S = 0.2
-"""Seconds to wait, after another process has paused the server, for pending replies to end by
-themselves. Usually all have ended by then.
+"""Seconds to wait for pending replies after another process has paused the server. Usually all have
+ended by then. The others are aborted.
 """
 LOAD_S = 600.0
-"""Seconds after which a start, a load or a probe (the test of loaded weights) fails. `HANG_S` would
-be too short for them.
+"""Largest number of seconds for a start, a load or a probe (the test of loaded weights), for which
+`HANG_S` would be too short.
 """
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05, "fp8": 0.2}
-"""Largest allowed mean error of the probe, the test of a server after each load, in nats.
+"""Largest allowed mean error in nats of the probe, the test of a server after each load.
 
 Used if `engine.probe_tolerance` is 0. The keys are values of `engine.dtype` or `engine.quantise`.
 Errors by rounding are smaller, even if only one of trainer and server rounds activations. For
@@ -80,17 +80,14 @@ and by 0.06 from those of a server in bfloat16. They differ by 0.48 from those o
 ignores the temperature.
 """
 _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
-"""Sampling parameters of the probe, the test of a server after each load. Its temperature is not 1,
-so that it finds a server whose log-probabilities ignore the temperature.
+"""Sampling parameters of the probe, the test of a server after each load. With a temperature other
+than 1, the probe also finds a server whose log-probabilities ignore the temperature.
 """
 _PROBE_PROMPT = 32
 _MIN_LOGP = -9999.0
-"""The number that vLLM sends as the log-probability of a token that has none."""
+"""The number that vLLM sends as the log-probability of a token without one."""
 _MAX_LOGP = 1e-3
-"""Limit in nats that a log-probability must be below.
-
-Values slightly above 0 are rounding errors.
-"""
+"""Log-probabilities in nats must be below this. Values slightly above 0 are rounding errors."""
 NO_EXPERTS = memoryview(b"null")
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 _T = TypeVar("_T")
@@ -120,18 +117,18 @@ class ServerReply:
     logp_tokens: tuple[int, ...]
     """The token ids to which the values in `logps` belong. They must equal `tokens`."""
     versions: tuple[tuple[str, int], ...]
-    """The parts of the reply that one version sampled: for each part the version as text, and the
-    index of the first token after the part.
+    """The parts of the reply, each sampled by one version: the version as text, and the index of
+    the first token after the part.
     """
     finish_reason: str
     cached_tokens: int
     """Number of context tokens that the server found in its prefix cache."""
     kept_sets: KeptSets | None = None
-    """The kept sets of the tokens. None if the server returns none."""
+    """For each token, the set of tokens to which sampling was truncated. None if not returned."""
     routed_experts: memoryview = NO_EXPERTS
     """The experts that an MoE model chose for each token, as JSON text in the server's own
-    encoding. The first row belongs to the first token for which the request asked experts. The text
-    is null or an empty string if there are none.
+    encoding. The first row belongs to the first token for which the request asked for experts. The
+    text is null or an empty string if there are none.
     """
 
     @property
@@ -144,23 +141,24 @@ class RemoteEngine(ABC):
 
     Weights are passed in a file in memory, so the server must run on this host. With
     `options.deltas` the file is kept, and a delta changes it in place. With `options.merging` the
-    updates are LoRA adapters. The engine adds them to the base weights and writes the sums.
+    updates are LoRA adapters: the engine adds them to the base weights and writes the sums.
     """
 
     NAME: ClassVar[str]
     HEALTH_PATH: ClassVar[str]
     GENERATE_PATH: ClassVar[str]
     MIN_TEMPERATURE: ClassVar[float]
-    """Lowest temperature above 0 that the server applies unchanged. The engine refuses lower
-    ones.
-    """
+    """Lowest temperature above 0 that the server applies unchanged. Lower ones are refused."""
+    TRUNCATES: ClassVar[bool] = False
+    """True if `_request_body` sends `top_p`, `top_k` and `min_p`. Otherwise they are refused."""
     REPLY: ClassVar[Any] = Any
     """The msgspec type of a reply's JSON. Fields that the type does not name are skipped, which
     makes long replies faster to read.
     """
 
     def __init__(self, options: EngineOptions, server: VllmServer | None = None) -> None:
-        """Use the running server at `options.url`, or `server`, which `start` starts.
+        """Create an engine for the running server at `options.url`, or for `server`, which `start`
+        starts.
 
         Raises ValueError for options that do not fit together or do not fit the model.
         """
@@ -186,10 +184,10 @@ class RemoteEngine(ABC):
         self._version = -1
         """The version of the weights that was loaded last. -1 before the first load."""
         self.versions: set[int] = set()
-        """The versions that a request may name. Empty unless the engine is a `VersionedEngine`."""
+        """The versions that a request may ask for. Empty except in a `VersionedEngine`."""
         self._staged: tuple[Update, int, Mapping[str, Tensor]] | None = None
         """The last staged update, its version, and the weights that `_share` returned for it. None
-        if nothing is staged.
+        if no update is staged.
         """
 
     @cached_property
@@ -202,7 +200,7 @@ class RemoteEngine(ABC):
         )
 
     def _model_sizes(self) -> ModelSizes:
-        """Return the facts about the model that `sample` needs to check requests and replies.
+        """Return what `sample` must know about the model to check requests and replies.
 
         Raises ValueError if the model has too few positions for `max_context`.
         """
@@ -212,8 +210,8 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _handshake(self) -> int:
-        """Check the server's settings. Return the largest number of tokens that its contexts may
-        have.
+        """Check the server's settings. Return the largest length of a context on the server, in
+        tokens.
 
         Raises ValueError for a server that cannot be used.
         """
@@ -224,10 +222,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Stop requests that reached the server after it was paused.
-
-        `request_ids` are their ids.
-        """
+        """Stop the requests with these ids, which reached the server after it was paused."""
 
     @abstractmethod
     async def _load_weights(self, folder: Path, version: int) -> None:
@@ -235,7 +230,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _loaded_version(self) -> str:
-        """Return the version of the weights that the server reports, as text.
+        """Return the version of the server's weights, as the server reports it.
 
         The server's engine process must answer this request itself, so that a frozen process is
         noticed.
@@ -243,7 +238,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _unpause(self) -> None:
-        """End the server's pause. `_load_weights` may already have ended it."""
+        """End the server's pause, unless `_load_weights` has already ended it."""
 
     @abstractmethod
     def _request_body(
@@ -252,14 +247,14 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def _parse_reply(self, body: Any) -> ServerReply:
-        """Return a reply from its decoded JSON `body`, an object of the type `REPLY`.
+        """Return the reply in the decoded JSON `body`, an object of the type `REPLY`.
 
         Called in a thread for large replies. Raises LookupError, TypeError or ValueError if the
         JSON is malformed.
         """
 
     def _decode_experts(self, routed_experts: memoryview) -> Any:
-        """Return `ServerReply.routed_experts` as an array of expert numbers, `[tokens, layers, k]`.
+        """Decode `ServerReply.routed_experts`: return expert numbers `[tokens, layers, k]`.
 
         `k` is the number of experts for each token. A backend whose replies have `routed_experts`
         must define this method.
@@ -325,10 +320,6 @@ class RemoteEngine(ABC):
     async def _experts_in_thread(
         self, session: "_Session", encoded: memoryview, first: int, stop: int
     ) -> RoutedExperts:
-        """Call `_read_experts` in a thread, because reading the experts of a long sequence takes
-        long.
-        """
-
         async def read() -> RoutedExperts:
             async with parsing_turn():
                 return await in_thread(self._read_experts, encoded, first, stop)
@@ -369,9 +360,7 @@ class RemoteEngine(ABC):
         await self._drain(session)  # some requests reached the server after the pause
 
     async def _drain(self, session: "_Session") -> None:
-        """Stop the pending requests on the server, and wait until all calls of `sample` have their
-        replies.
-        """
+        """Stop the server's pending requests. Wait until all calls of `sample` have replies."""
         while left := len(session.pending):
             async with self._deadline(session, HANG_S, "aborted replies did not return"):
                 while len(session.pending) == left:
@@ -398,17 +387,16 @@ class RemoteEngine(ABC):
             session.probe.add_done_callback(partial(_probe_ended, until_probed.pop_all()))
 
     async def _send_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Pause the server and make it load the weights that `_share` returned."""
+        """Pause the server and make it load `weights`, a result of `_share`."""
         assert isinstance(weights, SharedWeights)
         await self._pause(keep_cache=self.options.keep_cache)
         await self._load_weights(weights.folder, version)
 
     def _share(self, session: EngineSession, update: Update) -> Mapping[str, Tensor]:
-        """Write an update to the file that the server reads. A delta changes the weights in the
-        file.
+        """Write an update to the file that the server reads. Return the weights in the file.
 
-        Return the weights in the file. If the update already is a file with exactly these weights,
-        that file is used. Runs in a thread.
+        A delta changes the weights in the file. If the update already is a file with exactly these
+        weights, nothing is written, and this file is used. Runs in a thread.
         """
         with _reading(update), self._weights.changing():
             if session.error:  # a later start has written other weights
@@ -434,8 +422,7 @@ class RemoteEngine(ABC):
         await self._verified(self._live_session())
 
     def fail(self, reason: str) -> EngineDied:
-        """End this engine, because another process found its server dead. `reason` says what it
-        found.
+        """End this engine, because another process found its server dead. `reason` is its report.
 
         Return the error that all calls raise until the next start. The server is killed if this
         engine started it.
@@ -443,11 +430,11 @@ class RemoteEngine(ABC):
         return self._fail(self._live_session(), reason)
 
     def follow(self, version: int, probe: "asyncio.Future[None]") -> None:
-        """Sample from a server that another process has started and loaded with `version`.
+        """Begin to sample from a server that another process has started and loaded with `version`.
 
-        Called on the engine's event loop in place of `start`, `load` and `resume`. Replies are
-        returned once `probe` is done. The caller completes it when the other process has tested the
-        weights.
+        Called on the engine's event loop instead of `start`, `load` and `resume`. `probe` is a
+        future that the caller completes when the other process has tested the weights. Replies are
+        returned only then.
         """
         session = self._session
         if session is None or session.error:
@@ -464,7 +451,7 @@ class RemoteEngine(ABC):
     def unfollow(self, reason: str) -> None:
         """Make all calls fail until the next `follow`, because the other process lost the server.
 
-        `reason` is the text of their error.
+        `reason` is the text of the error.
         """
         if self._session is not None:
             self._session.end(reason)
@@ -472,7 +459,7 @@ class RemoteEngine(ABC):
     async def leave(self) -> None:
         """Send no requests until the next `follow`. Wait until all pending replies have returned.
 
-        The process that controls the server pauses it meanwhile. Raises `EngineDied` if the server
+        Meanwhile, the process that controls the server pauses it. Raises `EngineDied` if the server
         fails or the replies do not return in time.
         """
         session = self._live_session()
@@ -491,7 +478,7 @@ class RemoteEngine(ABC):
         await in_thread(self._close_weights)
 
     def _close_weights(self) -> None:
-        """Remove the weight file. This waits for a thread that still writes it for a cancelled
+        """Remove the weight file. First wait for a thread that writes it for a cancelled
         `stage`.
         """
         with self._weights.changing():
@@ -508,6 +495,7 @@ class RemoteEngine(ABC):
             max_context=limit,
             vocab_size=self.sizes.vocab_size,
             keeps_sets=bool(self.options.truncation),
+            truncates=self.TRUNCATES,
             versions=self.versions,
         )
         if 0 < params.temperature < self.MIN_TEMPERATURE:
@@ -517,7 +505,6 @@ class RemoteEngine(ABC):
             )
 
     def _max_tokens(self, tokens: Sequence[int], params: SamplingParams) -> int:
-        """Return the largest number of tokens that a reply to `tokens` may have."""
         return min(params.max_tokens, self.options.max_context - len(tokens))
 
     async def generate(
@@ -539,7 +526,7 @@ class RemoteEngine(ABC):
         return reply
 
     def _decode_reply(self, body: Body) -> ServerReply:
-        """Return a reply from the bytes of its JSON.
+        """Return the reply in the bytes of a JSON text.
 
         Raises ConnectionError if the JSON is malformed.
         """
@@ -553,9 +540,9 @@ class RemoteEngine(ABC):
         return reply if routed_experts is None else replace(reply, routed_experts=routed_experts)
 
     def _checked_piece(self, reply: ServerReply, params: SamplingParams, version: int) -> Sampled:
-        """Return the tokens and log-probabilities of a reply, after checking them.
+        """Check a reply, and return its tokens and log-probabilities.
 
-        Raises `EngineDied` if any token was sampled by a version other than `version`, or has no
+        Raises `EngineDied` if a token was sampled by another version than `version`, or has no
         valid log-probability.
         """
         tokens = reply.tokens
@@ -572,7 +559,7 @@ class RemoteEngine(ABC):
             logps = tuple(min(0.0, logp) for logp in logps)
         if params.temperature == 0:  # greedy sampling: the chosen token has probability 1
             return Sampled(tokens, (0.0,) * len(tokens), version)
-        if not params.truncation or not tokens:
+        if not (params.truncation and params.return_sets and tokens):
             return Sampled(tokens, logps, version)
         kept = reply.kept_sets
         if kept is None:
@@ -592,7 +579,8 @@ class RemoteEngine(ABC):
     async def _probe(
         self, session: "_Session", version: int, weights: Mapping[str, Tensor]
     ) -> None:
-        """Sample tokens and compare their log-probabilities with those of the trainer's model.
+        """Let the server sample tokens. Compare their log-probabilities with those of the trainer's
+        model.
 
         Raises `ProbeFailed` if the mean absolute error in nats exceeds `options.probe_tolerance`.
         """
@@ -619,10 +607,10 @@ class RemoteEngine(ABC):
     async def _probe_errors(
         self, session: "_Session", version: int, weights: Mapping[str, Tensor]
     ) -> Tensor:
-        """Sample tokens on the server, and return the absolute errors of their log-probabilities,
-        in nats.
+        """Make the server sample tokens. Return the absolute errors of their log-probabilities in
+        nats.
 
-        The true values are those of the trainer's model with `weights`.
+        The true values are computed by the trainer's model with `weights`.
         """
         prompt = self._probe_prompt(version)
         params = replace(_PROBE_PARAMS, **self.options.truncation._asdict())
@@ -648,16 +636,15 @@ class RemoteEngine(ABC):
     ) -> Tensor:
         """Return the trainer's log-probabilities of all `tokens` except the first, `[T - 1]`.
 
-        Those of the last tokens are over their `kept_sets`. Runs in a thread.
+        `kept_sets` has the sets to which the last tokens were truncated. Their log-probabilities
+        are over these sets. Runs in a thread.
         """
         with _reading(weights):  # the thread may run on after the probe was cancelled
             heat = _PROBE_PARAMS.temperature
             return self._reference.logps(weights, tokens, temperature=heat, kept_sets=kept_sets)
 
     def _probe_prompt(self, version: int) -> list[int]:
-        """Return random prompt tokens for the probe, the same for all engines that load
-        `version`.
-        """
+        """Return random prompt tokens for the probe, equal in all engines that load `version`."""
         noise = torch.Generator().manual_seed(version)
         length = min(_PROBE_PROMPT, self.options.max_context - 1)
         tokens: list[int] = torch.randint(
@@ -668,9 +655,9 @@ class RemoteEngine(ABC):
     async def _wait_until_reachable(self, session: "_Session") -> None:
         """Wait until the server answers.
 
-        Raises `EngineDied` if a server that this engine started has ended. Another server must
-        answer the very first request. After it has answered once, it is waited for up to `HANG_S`
-        seconds.
+        Raises `EngineDied` if a server that this engine started has ended. A server that runs
+        already must answer the first request at once. When it has answered before, up to `HANG_S`
+        seconds are allowed.
         """
         timeout_s = LOAD_S if self.server is not None else HANG_S
         async with self._deadline(session, timeout_s, "not ready"):
@@ -693,9 +680,9 @@ class RemoteEngine(ABC):
     ) -> None:
         """Send a command to the server.
 
-        Raises `EngineDied` if the server refuses the command or does not answer within `timeout_s`
-        (None: `HANG_S`). A refusal that contains the text `retry_on` is not an error: the command
-        is sent again until `timeout_s` is over.
+        Raises `EngineDied` if the server refuses the command, or does not answer within `timeout_s`
+        seconds (None: `HANG_S`). If a refusal contains the text `retry_on`, the command is sent
+        again instead, until `timeout_s` seconds are over.
         """
         session = self._live_session()
         async with self._deadline(session, timeout_s or HANG_S, f"no answer to {path}"):
@@ -735,10 +722,7 @@ class RemoteEngine(ABC):
         return self._session
 
     async def _while_alive(self, session: "_Session", awaitable: Awaitable[_T]) -> _T:
-        """Await a result of the server.
-
-        Raises `EngineDied` if the server or a request to it fails.
-        """
+        """Await a result of the server. Raises `EngineDied` if server or request fails."""
         try:
             return await session.while_alive(awaitable)
         except OSError as error:
@@ -756,8 +740,8 @@ class RemoteEngine(ABC):
     def _fail(self, session: "_Session", reason: str) -> EngineDied:
         """End the session because the server failed. Return the error to raise.
 
-        All calls until the next start raise it, too. The server is killed if this engine started
-        it.
+        All calls until the next start raise the same error. The server is killed if this engine
+        started it.
         """
         if session.error:
             return EngineDied(session.error)
@@ -771,9 +755,9 @@ class RemoteEngine(ABC):
 
 
 def _reading(weights: Update) -> AbstractContextManager[None]:
-    """Return a context in which the file that holds `weights` does not change.
+    """Return a context in which the file of `weights` does not change.
 
-    It does nothing for weights that are in no file.
+    For weights that are in no file, the context does nothing.
     """
     return weights.reading() if isinstance(weights, SharedWeights) else contextlib.nullcontext()
 
@@ -785,14 +769,13 @@ def _probe_ended(resources: ExitStack, probe: "asyncio.Future[None]") -> None:
 
 
 def _in_range(logps: Sequence[float]) -> bool:
-    """Return True if all values can be log-probabilities of sampled tokens. NaN cannot."""
+    """Return True if all values can be log-probabilities of sampled tokens. False if one is NaN."""
     if not logps:
         return True
     return math.isfinite(sum(logps)) and min(logps) > _MIN_LOGP and max(logps) < _MAX_LOGP
 
 
 def _describe_fault(reply: ServerReply) -> str:
-    """Return a message about the first invalid log-probability of a reply."""
     tokens, logps, named = reply.tokens, reply.logps, reply.logp_tokens
     if not len(logps) == len(named) == len(tokens):
         return (
@@ -823,14 +806,12 @@ def malformed_as_connection_error() -> Iterator[None]:
 
 
 class _Session(EngineSession):
-    """The state of a remote engine between one start and the next."""
-
     def __init__(self, check_health: "Callable[[_Session], Awaitable[None]]", *, keep_cache: bool):
         super().__init__(partial(check_health, self))
         self.usage = UsageCounters(keep_cache=keep_cache)
         self.probe: asyncio.Future[None] | None = None
-        """A future of the test of the last loaded version, which raises its error. None before the
-        first load.
+        """A future of the probe, the test of the last loaded version. Its error is that of the
+        test. None before the first load.
         """
 
     def begin(self, request_id: str) -> None:

@@ -1,7 +1,7 @@
 """A fake engine that returns given tokens, for tests of code that uses an engine.
 
 It is deterministic and needs no model. Replies take time only in the function `token_delay`. So a
-test decides which reply is slow, and at which token an interruption ends it.
+test controls which reply is slow, and at which token an interruption ends it.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from unstale.signals import Signals
 from unstale.weights.store import Delta
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
-"""A function from a context and its parameters to the tokens of the reply. These must contain a
-stop token, or be at least `max_tokens` tokens.
+"""A function that gets a context and the sampling parameters, and returns the reply's tokens. They
+must contain a stop token, or be at least `max_tokens` tokens.
 """
 Delay = Callable[[Sequence[int], SamplingParams], Awaitable[None]]
-"""A function that is awaited before each token, with the context and the reply's tokens so far, and
-the parameters. It controls the speed.
+"""A function that is awaited before each token, to control the speed. It gets the context with the
+reply's tokens so far, and the sampling parameters.
 """
 
 
@@ -42,8 +42,8 @@ class ScriptedEngine:
 
     `script` returns the reply to a context. It is called again when an interrupted reply continues.
     `logp` is the log-probability of every token, or a function of (context, token). `signals`
-    returns the signals after a context. If `parameters` are given, `load` accepts only weights with
-    their names and shapes.
+    returns the signals of the distribution after a context. If `parameters` are given, `load`
+    accepts only weights with their names and shapes.
 
     >>> async def hello() -> Reply:
     ...     engine = ScriptedEngine(lambda tokens, params: [5, 6, 7])
@@ -74,7 +74,7 @@ class ScriptedEngine:
         self._parameters = parameters
         self.version = -1
         self._pending: dict[asyncio.Timeout, None] = {}
-        """A timer for each pending reply. When the timer expires, the reply ends early."""
+        """A timer for each pending reply. `interrupt` lets it expire, which ends the reply."""
         self._open = asyncio.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -95,6 +95,7 @@ class ScriptedEngine:
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         check_request(tokens, params, measures=self._signals is not None)
         self._check_alive()
+        began = asyncio.get_running_loop().time()
         while not self._open.is_set():
             await self._open.wait()
         self._check_alive()
@@ -102,15 +103,16 @@ class ScriptedEngine:
         self._pending[halt] = None
         self._quiet.clear()
         try:
-            return await self._reply(tuple(tokens), params, halt)
+            return await self._reply(tuple(tokens), params, halt, began)
         finally:
             del self._pending[halt]
             if not self._pending:
                 self._quiet.set()
 
     async def _reply(
-        self, tokens: tuple[int, ...], params: SamplingParams, halt: asyncio.Timeout
+        self, tokens: tuple[int, ...], params: SamplingParams, halt: asyncio.Timeout, began: float
     ) -> Reply:
+        first_token_s = None
         reply: list[int] = []
         behavior_logp: list[float] = []
         version = self.version
@@ -123,6 +125,8 @@ class ScriptedEngine:
                         self._logp((*tokens, *reply), token) if callable(self._logp) else self._logp
                     )
                     reply.append(token)
+                    if first_token_s is None:
+                        first_token_s = asyncio.get_running_loop().time() - began
             stop: ReplyStop = "stop" if reply[-1] in params.stop_tokens else "length"
         except TimeoutError:
             if not halt.expired():
@@ -134,7 +138,7 @@ class ScriptedEngine:
         if params.signals and self._signals and reply:
             found = [self._signals((*tokens, *reply[:at])) for at in range(len(reply))]
             piece = replace(piece, signals=Signals.join(found))
-        return Reply(piece, stop)
+        return Reply(piece, stop, first_token_s)
 
     def _scripted_reply(self, tokens: tuple[int, ...], params: SamplingParams) -> list[int]:
         reply: list[int] = []
@@ -148,10 +152,7 @@ class ScriptedEngine:
         )
 
     async def stage(self, update: Update, version: int) -> None:
-        """Raise an error if the engine is dead.
-
-        Otherwise do nothing: there is nothing to prepare.
-        """
+        """Raise an error if the engine is dead. Otherwise do nothing."""
         self._check_alive()
 
     async def interrupt(self) -> None:

@@ -1,6 +1,6 @@
 """The state of an engine that runs in another process, and functions that wait for its answers.
 
-They raise an error when the engine dies, or after a time limit.
+These functions raise an error when the engine dies, or after a time limit.
 """
 
 import asyncio
@@ -74,8 +74,7 @@ class EngineSession:
     def _check_due(self) -> bool:
         """Return True if the last health check was `CHECK_S` seconds ago or more.
 
-        True also records the present time as that of a check, so the caller must then check the
-        health.
+        If so, the present time is recorded as that of a check, which the caller must then make.
         """
         now = time.monotonic()
         due = now >= self._checked_at + CHECK_S
@@ -88,7 +87,7 @@ class EngineSession:
 async def deadline(
     seconds: float, died: Callable[[str], EngineDied], what: str
 ) -> AsyncIterator[None]:
-    """Return a context that raises `EngineDied` if its body takes longer than `seconds`.
+    """Return a context that raises an error if its body takes longer than `seconds`.
 
     `died` makes the error from a text, such as "no answer within 60 s". `what` is the beginning of
     this text, here "no answer".

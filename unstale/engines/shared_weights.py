@@ -1,6 +1,7 @@
-"""A safetensors file that is mapped into memory, through which servers on this host get weights.
+"""A weight file that is mapped into memory, by which servers on this host get weights.
 
-The file is in `/dev/shm`, or in the folder for temporary files if `/dev/shm` has too little space.
+It is a safetensors file in `/dev/shm`, or in the folder for temporary files if `/dev/shm` has too
+little space.
 """
 
 import mmap
@@ -21,21 +22,21 @@ WEIGHTS = "model.safetensors"
 MEMORY = Path("/dev/shm")
 _PREFIX = "unstale-weights-"
 _SPARE_BYTES = 1 << 20
-"""Bytes in the memory file system that are left free for other files of the servers."""
+"""Bytes of the memory file system that are left free for other files of the servers."""
 
 
 class SharedWeights(Mapping[str, Tensor]):
     """A weight file that is mapped into memory, as a mapping from names to tensors.
 
-    The file is alone in a folder. The tensors use the file's memory, so a change in place changes
-    the file. `close` removes the file. If this process is killed, the next process of the same user
+    The tensors use the file's memory, so changing them in place changes the file. The file is alone
+    in a folder. `close` removes both. If this process is killed, the next process of the same user
     removes the folder.
     """
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
         self.folder = Path()
-        """The folder that holds the weight file. Set by the first `write`."""
+        """The folder with the weight file. The first `write` sets it."""
         self._resources = ExitStack()
         self._readers = 0
         self._free = threading.Condition()
@@ -43,9 +44,7 @@ class SharedWeights(Mapping[str, Tensor]):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context in which the weight file does not change. Several threads may read at
-        once.
-        """
+        """Return a context in which the weight file does not change. Several threads may enter."""
         with self._free:
             self._readers += 1
         try:
@@ -59,7 +58,7 @@ class SharedWeights(Mapping[str, Tensor]):
     def changing(self) -> Iterator[None]:
         """Return a context in which no other thread reads or changes the weight file.
 
-        Entering the context waits for threads that do.
+        It begins by waiting for threads that do.
         """
         with self._free:
             self._free.wait_for(lambda: not self._readers)
@@ -73,9 +72,9 @@ class SharedWeights(Mapping[str, Tensor]):
         self.write_file(file_of(weights))
 
     def write_file(self, parts: Sequence[Bytes]) -> None:
-        """Write a safetensors file that is given in parts, its header first.
+        """Write a safetensors file that is given in parts, of which the first is the header.
 
-        With only the header, all weights are 0. Raises OSError if there is too little space.
+        If there is only the header, all weights are 0. Raises OSError if there is too little space.
         """
         size = file_size(parts[0])
         if not self.weights:
@@ -97,9 +96,7 @@ class SharedWeights(Mapping[str, Tensor]):
         return len(self.weights)
 
     def holds(self, weights: Mapping[str, Tensor]) -> bool:
-        """Return True if `weights` are the very tensors in the file's memory, not copies of
-        them.
-        """
+        """Return True if `weights` are the tensors in the file's memory, and not copies of them."""
         return weights.keys() == self.weights.keys() and all(
             tensor.data_ptr() == self.weights[name].data_ptr() for name, tensor in weights.items()
         )
@@ -110,9 +107,10 @@ class SharedWeights(Mapping[str, Tensor]):
 
 
 def memory_folder(num_bytes: int, resources: ExitStack) -> Path:
-    """Make a folder in memory for files of `num_bytes` in all. Return its path.
+    """Make a folder for `num_bytes` bytes of files, in memory if they fit. Return its path.
 
-    The folder is removed when `resources` are closed. Raises OSError if there is too little space.
+    Otherwise it is in the folder for temporary files. It is removed when `resources` are closed.
+    Raises OSError if there is too little space.
     """
     parents = [path for path in (MEMORY, Path(tempfile.gettempdir())) if path.is_dir()]
     for parent in parents:

@@ -1,4 +1,4 @@
-"""Counters of an engine on a server, and a record of what the server's prefix cache holds."""
+"""Counters of an engine on a server, and a record of the contexts in the server's prefix cache."""
 
 import time
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ _COUNTERS = (
 class UsageCounters:
     """The counters of one server since its start.
 
-    A reply is clean if no part of its context was computed with older weights. With `keep_cache`
-    the server keeps its prefix cache when weights change, so a reply may not be clean.
+    A reply is clean if no part of its context was computed with older weights. With `keep_cache`,
+    the server keeps its prefix cache when weights change, so some replies are not clean.
     """
 
     def __init__(self, *, keep_cache: bool) -> None:
@@ -48,9 +48,7 @@ class UsageCounters:
             self._busy_since = None
 
     def probed(self, error: float) -> None:
-        """Record the error of a probe, the test of loaded weights, in nats. `read` returns the
-        largest one.
-        """
+        """Record the error in nats of a probe (a test of weights). `read` returns the largest."""
         self._counters["probe_logp_error"] = max(self._counters["probe_logp_error"], error)
 
     def loaded(self) -> None:
@@ -85,8 +83,8 @@ class UsageCounters:
     def read(self) -> dict[str, float]:
         """Return the counters since the last call, and reset them to 0.
 
-        `reprefill_s` is an estimate of the time for computing dropped contexts again, in seconds:
-        the busy time is divided in proportion to the numbers of tokens.
+        `reprefill_s` estimates the seconds spent on computing dropped contexts again: the busy time
+        is divided in proportion to the numbers of tokens.
         """
         if self._busy_since is not None:
             self.end()

@@ -22,8 +22,8 @@ from unstale.weights.child_process import visible_gpus
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 _WORKER = "unstale_vllm_worker"
-"""The name under which `vllm_worker.py` is imported in the server's process. No other module of
-this package can be imported there, so the interpreter needs only the packages of vLLM.
+"""The name under which the server's process imports `vllm_worker.py`. It cannot import other
+modules of this package, so its interpreter needs only the packages of vLLM.
 """
 EXTENSION = f"{_WORKER}.Extension"
 _CHECK_S = 60.0
@@ -31,15 +31,15 @@ _PREFIX = "unstale-vllm-"
 _LOG_TAIL_BYTES = 4000
 _TERMINATE_S = 10.0
 _MAX_SOCKET_BYTES = 107
-"""Largest length of the path of a Unix socket on Linux, without the zero at its end."""
+"""Largest length in bytes of the path of a Unix socket on Linux, without the final zero."""
 _SOCKET_NAME_BYTES = 36
 """Length in bytes of the names that vLLM gives its sockets, which are random UUIDs."""
 ACTIVATIONS_SHARE = 0.15
 """Share of GPU memory that a server leaves free for the trainer's activations and caches."""
 QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
-"""vLLM's value of `--quantization` for each value of `EngineOptions.quantise`, None for no flag.
-`fp8_per_block` uses the blocks of `model.quantisation.FORMATS`. It quantises bfloat16 weights at
-each load.
+"""The value of vLLM's flag `--quantization` for each value of `EngineOptions.quantise`. None means
+that the flag is not set. `fp8_per_block` uses the blocks of `model.quantisation.FORMATS`, and
+quantises bfloat16 weights at each load.
 """
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for `--max-lora-rank`."""
@@ -57,19 +57,19 @@ _OPTIONS = {
     "--max-lora-rank": "trainer.lora_rank",
     _MEMORY_FLAG: "engine.gpu_memory_utilization",
 }
-"""Flags of vLLM that an option of the run sets, each with the option's name."""
+"""Flags of vLLM that are set by an option of the run, each with the option's name."""
 
 
 class VllmServer:
     """A vLLM server and its child processes. They end with `close`, or when this process ends.
 
     The server starts with random weights. So the probe, the test after a load, fails if the first
-    load left a parameter unchanged. With adapters that are not merged, it starts with the base
+    load left a parameter unchanged. If adapters are not merged, the server starts with the base
     weights.
     """
 
     def __init__(self, options: EngineOptions, extension: str = EXTENSION) -> None:
-        """Prepare the command that starts the server. `start` runs it.
+        """Prepare the command by which `start` starts the server.
 
         vLLM adds the class `extension` to its workers. Raises ValueError if `options.args` has a
         flag that the run sets, the path of `TMPDIR` is too long, the Python interpreter is missing,
@@ -131,9 +131,9 @@ class VllmServer:
     def start(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """End the present server process, if there is one, and start a new one.
 
-        The call does not wait until the server answers requests. If `is_wanted` returns False, no
-        process is started. `close` may run in another thread before this call, so a caller of
-        `close` must first make `is_wanted` return False.
+        The call does not wait until the server answers requests. No process is started if
+        `is_wanted` returns False. `close` may run in another thread before this call. So a caller
+        of `close` must first make `is_wanted` return False.
         """
         with self._lock:
             self._end()
@@ -186,8 +186,8 @@ class VllmServer:
     def close(self) -> None:
         """End the server and wait for its end.
 
-        SIGTERM is sent first, because a kill leaves shared memory behind. After `_TERMINATE_S`
-        seconds the server is killed.
+        SIGTERM is sent first, because a killed server leaves shared memory behind. After
+        `_TERMINATE_S` seconds the server is killed.
         """
         with self._lock:
             if self._process is not None and self.alive:
@@ -223,10 +223,7 @@ def _weight_flags(options: EngineOptions) -> list[str]:
 
 
 def require_vllm(python: str) -> None:
-    """Raise ValueError if the interpreter `python` has no vLLM.
-
-    "" is this process's interpreter.
-    """
+    """Raise ValueError if the interpreter `python` ("": that of this process) has no vLLM."""
     if python:
         _require_vllm_of(python, find_python(python))
     elif find_spec("vllm") is None:
@@ -247,7 +244,7 @@ def find_python(python: str) -> str:
     path = shutil.which(Path(python).expanduser())
     if path is None:
         raise ValueError(
-            f"engine.python = {python} is no program that can be run: give the path of a Python "
+            f"engine.python = {python} is not a program that can be run: give the path of a Python "
             "interpreter, such as .venv-vllm/bin/python"
         )
     return os.path.abspath(path)
@@ -291,10 +288,10 @@ def _socket_folder() -> Path:
 
 
 def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
-    """Return `flags`, the user's flags for the server. `own` are those that the run sets.
+    """Return `flags`, the user's flags for the server, after checking them.
 
-    Raises ValueError if the user sets one of the run's flags, also by an abbreviation, which vLLM
-    would accept.
+    `own` are the flags that the run sets. Raises ValueError if the user sets one of these, or an
+    abbreviation, which vLLM would accept.
     """
     taken = [*(each.partition("=")[0] for each in own), _MEMORY_FLAG]
     for flag in flags:
@@ -310,8 +307,9 @@ def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
 
 
 def gpus_here() -> list[str]:
-    """Return the GPUs that this process may use, named as in `CUDA_VISIBLE_DEVICES`. None is
-    initialised.
+    """Return the names of the GPUs that this process may use, as in `CUDA_VISIBLE_DEVICES`.
+
+    No GPU is initialised.
     """
     if not torch.cuda.is_available():
         return []
@@ -323,9 +321,9 @@ def gpus_here() -> list[str]:
 
 
 def _own_gpus(options: EngineOptions) -> Sequence[str]:
-    """Return the GPUs for the server with `options.number`, taken from the GPUs of its host.
+    """Return the GPUs for the server with the number `options.number` on its host.
 
-    The result is empty if the server may use all GPUs. Raises ValueError if the host has too few.
+    Empty if the server may use all GPUs. Raises ValueError if the host has too few.
     """
     gpus = options.gpus or gpus_here()
     if not options.gpus_each or not gpus:
@@ -371,10 +369,10 @@ def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int
 def server_environment(modules: Path, *, python: str, threads: int) -> dict[str, str]:
     """Return the environment variables for a server's process.
 
-    `modules` is the folder from which the server imports `vllm_worker.py`. Its parent has the
-    server's sockets. `threads` is the number of CPU threads. Variables of this process replace the
-    defaults, but not those that a run requires. The folder of `python` comes first in `PATH`,
-    because vLLM starts tools that are installed there.
+    `modules` is the folder from which the server imports `vllm_worker.py`. Its parent folder has
+    the server's sockets. `threads` is the number of CPU threads. Variables of this process are
+    passed on, except those that a run must set itself. The folder of `python` comes first in
+    `PATH`, because vLLM starts tools that are installed there.
     """
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -1,8 +1,8 @@
 """Send weights from the trainer's GPU to the workers of a vLLM server, by vLLM's NCCL transfer.
 
 The trainer and the workers of one server form a group, in which the trainer has rank 0. An HTTP
-request makes the workers receive, and a thread of the trainer sends meanwhile. The request has a
-time limit. NCCL has none, so no one waits for the thread when the run ends.
+request makes the workers receive, while a thread of the trainer sends. The request has a time
+limit. NCCL has none, so nothing waits for the thread when the run ends.
 
 With several trainer ranks, all weights are gathered before the first one is sent. So the
 collectives of the trainer ranks never wait for those of this group.
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 PACKET_BYTES = 1 << 28
-"""Size in bytes after which a packet of weights is sent.
+"""Size in bytes above which a packet of weights is sent.
 
-A packet ends with the tensor that exceeds this size, so it may be larger by one tensor. The trainer
-holds one packet's tensors and their joined copy, a worker up to two packets.
+A packet ends with the tensor with which it exceeds this size, so it may be larger by almost one
+tensor. The trainer needs memory for one packet's tensors and their joined copy, and a worker for up
+to two packets.
 """
 
 
@@ -43,16 +44,13 @@ class TransferGroup(Protocol):
         ...
 
     def broadcast(self, data: Tensor) -> None:
-        """Send the bytes `data` to all workers.
-
-        Return when the memory of `data` may be used again.
-        """
+        """Send the bytes `data` to all workers. Return when its memory may be used again."""
         ...
 
     def close(self) -> None:
-        """Close the group. A `broadcast` that waits for a dead worker then ends.
+        """Close the group. This ends a `broadcast` that waits for a dead worker.
 
-        A `join` that is in progress may continue to wait. If it succeeds, it closes the group
+        A `join` that is in progress may continue to wait. If it succeeds later, it closes the group
         itself.
         """
         ...
@@ -135,9 +133,7 @@ def join_request(group: TransferGroup, size: int) -> dict[str, Any]:
 
 
 def update_request(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the body of the HTTP request that makes the workers receive `weights`, in this
-    order.
-    """
+    """Return the body of the HTTP request that makes workers receive `weights` in order."""
     return {
         "update_info": {
             "names": list(weights),
@@ -150,7 +146,7 @@ def update_request(weights: Mapping[str, Tensor]) -> dict[str, Any]:
 def send(group: TransferGroup, weights: Mapping[str, Tensor]) -> None:
     """Send weights to the group in packets.
 
-    A packet ends with the tensor that exceeds `PACKET_BYTES`.
+    A packet ends with the tensor with which it exceeds `PACKET_BYTES`.
     """
     packet: list[Tensor] = []
     size = 0

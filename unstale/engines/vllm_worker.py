@@ -1,6 +1,6 @@
 """The code that runs inside vLLM's processes: loading of weights, and the server's entry point.
 
-This file and `vllm_transfer.py` import vllm, inside functions. No other file does.
+Only this file and `vllm_transfer.py` import vllm, inside functions.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 TERMINATE_S = 5
-"""Seconds after SIGTERM until the server's processes are killed."""
+"""Seconds between SIGTERM and the kill of the server's processes."""
 
 
 class Extension:
@@ -24,11 +24,11 @@ class Extension:
     reload_weights: Any
 
     def unstale_quantization(self) -> list[str | None]:
-        """Return a list with one entry: the server's `--quantization`, or None without it."""
+        """Return a list with one item: the server's `--quantization`, or None without it."""
         return [self.vllm_config.model_config.quantization]
 
     def unstale_load(self, path: str) -> None:
-        """Load all weights from the safetensors file at `path`, whose names are those of a
+        """Load all weights from the safetensors file at `path`. Their names are those of a
         checkpoint.
 
         If the server was started with `--quantization`, vLLM quantises the weights layer by layer.
@@ -67,7 +67,7 @@ def main() -> None:
 def end_with_parent() -> None:
     """Wait until standard input closes, which means that the parent has ended. Then end the server.
 
-    SIGTERM is sent first, because a kill leaves the server's shared memory behind. `TERMINATE_S`
+    SIGTERM is sent first, because a killed server leaves shared memory behind. `TERMINATE_S`
     seconds later a shell kills the process group, even if this process has ended by then.
     """
     sys.stdin.buffer.read()

@@ -105,7 +105,7 @@ class Turn:
     """An environment's answer to a reply: new messages, and the rewards if the episode ends here.
 
     Numbers may be NumPy or torch scalars. Raises `EnvError`, with the name of the field, for a
-    value that is no finite number.
+    value that is not a finite number.
 
     >>> Turn((), done=True, rewards={"right": True}).rewards
     {'right': 1.0}
@@ -221,7 +221,9 @@ class Env(Protocol):
         ...
 
     def step(self, reply: Message) -> Awaitable[Turn] | Turn:
-        """Return the environment's answer to a reply of the policy, whose role is "assistant"."""
+        """Return the environment's answer to a reply of the policy. The reply has the role
+        "assistant".
+        """
         ...
 
 
@@ -245,8 +247,25 @@ def members(protocol: Any) -> tuple[str, ...]:
 
 
 @runtime_checkable
+class Forkable(Protocol):
+    """An environment that can be copied, so that forked episodes continue from a copy.
+
+    Without it, they continue from a snapshot (`Resumable`). Without that, a new environment gets
+    the replies before the fork again.
+    """
+
+    def fork(self) -> Env:
+        """Return an independent copy between two replies, with the same random state.
+
+        It is called after each turn of an episode that may be forked, and on the copies. All copies
+        are closed (`Closable`).
+        """
+        ...
+
+
+@runtime_checkable
 class Resumable(Protocol):
-    """An environment whose state can be saved, so that a resumed run restores it.
+    """An environment whose state can be saved, so that a resumed run or a fork restores it.
 
     Without it, a resumed run sends the recorded replies to a new environment, which must answer
     them in the same way as before.
@@ -376,13 +395,15 @@ class ListedTasks:
         """Return a name of the task's entry in the list, which all repetitions of the task
         share.
         """
-        number = task.index % _TASKS_PER_SEED % len(self.data[task.split])
-        return f"{task.env}/{task.split}/{number}"
+        return f"{task.env}/{task.split}/{self.index_of(task)}"
 
     def data_of(self, task: Task) -> Any:
         """Return the task's entry in the list."""
-        data = self.data[task.split]
-        return data[task.index % _TASKS_PER_SEED % len(data)]
+        return self.data[task.split][self.index_of(task)]
+
+    def index_of(self, task: Task) -> int:
+        """Return the place of the task's entry in the list of its split, from 0."""
+        return task.index % _TASKS_PER_SEED % len(self.data[task.split])
 
     def place_of(self, task: Task) -> str:
         """Return the file and line from which the task was read. Empty without a file."""
@@ -391,7 +412,9 @@ class ListedTasks:
 
 @runtime_checkable
 class HasIdentities(Protocol):
-    """A task set that yields a task several times, each time with another number."""
+    """A task set that repeats tasks under different numbers. It identifies the repetitions of a
+    task.
+    """
 
     def identity(self, task: Task) -> str:
         """Return a name that all repetitions of the task share."""
@@ -438,23 +461,23 @@ def task_answer(taskset: Taskset, task: Task, reply: str) -> str:
     return taskset.answer_of(task, reply) if implements(taskset, Votable) else ""
 
 
-@runtime_checkable
-class HasGiveaways(Protocol):
-    """A task set that can find its tasks that reward an empty or constant reply."""
-
-    def giveaways(self) -> str:
-        """Return a sentence that warns of tasks that reward an empty or constant reply. Empty if
-        there are none.
-        """
-        ...
+LEARNS_NOTHING = (
+    "A policy may learn such replies instead of the task: leave these tasks out, or read some "
+    "episodes of the run"
+)
+"""The end of a notice of tasks that reward an empty or constant reply."""
 
 
 @runtime_checkable
 class HasNotice(Protocol):
-    """A task set that says something about itself when a run starts."""
+    """A task set with a notice for the user, such as a warning, which is printed when a run
+    starts.
+    """
 
     def notice(self) -> str:
-        """Return a text, such as on defaults that its tasks get. Empty for none."""
+        """Return a text, such as on tasks that reward an empty reply, or on defaults that tasks
+        get. Empty for none.
+        """
         ...
 
 

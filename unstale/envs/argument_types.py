@@ -16,7 +16,7 @@ from urllib.parse import unquote, urljoin
 from unstale.envs.strict_json import STRICT_DECODER, loads, read_float
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""Name of a tool -> JSON schema of its arguments."""
+"""The JSON schema of each tool's arguments, by the tool's name."""
 
 _MAX_SCHEMAS = 200
 """Largest number of subschemas that are read to find the type of a value."""

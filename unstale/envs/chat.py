@@ -17,13 +17,14 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from itertools import count
 from os.path import commonprefix
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -33,8 +34,11 @@ from unstale.envs.calls import PROBE, CallForm, JsonCalls, call_id, find_form
 from unstale.envs.replies import END_OF_THOUGHT, THOUGHT, ReplyReader, any_of
 from unstale.envs.tokens import SEAM, TextTokens, longest_seam
 from unstale.envs.tool_prompt import ToolText, tool_text
-from unstale.pictures import FIRST, Picture, PictureError, PictureStore, decoded
+from unstale.pictures import FIRST, Picture, PictureError, decoded
 from unstale.records import ContextPiece, Provenance
+
+if TYPE_CHECKING:
+    from unstale.model.pictures import PictureReader
 
 STAND_IN = "@@reply@@"
 """A placeholder that is rendered in place of the policy's reply."""
@@ -49,6 +53,7 @@ _FIXED_DATE = f"""{{% macro strftime_now(form) %}}{{{{ form {
     "".join(f"| replace('{code}', '{DAY.strftime(code)}')" for code in _CODES)
 } }}}}{{% endmacro %}}{{{{ '' }}}}"""
 _QUESTION = Message("user", "?")
+_NO_THOUGHTS = re.compile(rf"\s*{THOUGHT}\s*{END_OF_THOUGHT}\s*")
 _REPLY = Message("assistant", STAND_IN)
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _MAX_CACHED = 64
@@ -62,24 +67,6 @@ _TOKEN_BYTES = 36
 _NUMBERS = count()
 
 
-class ReadsPictures(Protocol):
-    """The interface that turns pictures into tokens (`unstale.model.pictures.PictureReader`)."""
-
-    store: PictureStore
-    token: int
-    """Id of the token that the chat template writes in place of a picture."""
-
-    def tokens(self, data: bytes) -> tuple[int, ...]:
-        """Return the tokens of a picture, given as the bytes of a file, and store its pixels."""
-        ...
-
-    def known(self, digest: str) -> tuple[int, ...]:
-        """Return the tokens of a picture that was read before. `digest` is the SHA-256 of its
-        file.
-        """
-        ...
-
-
 class Chat:
     """The format of conversations: a tokenizer's chat template with certain tools."""
 
@@ -91,7 +78,7 @@ class Chat:
         ends: Sequence[int] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         tools_in_prompt: bool = False,
-        pictures: ReadsPictures | None = None,
+        pictures: "PictureReader | None" = None,
     ) -> None:
         """Find out how the template ends a reply and writes tool calls.
 
@@ -222,10 +209,20 @@ class Chat:
         """Return the tokens of a reply that was not sampled, including its end token.
 
         They are what the template writes if the messages `following` come next, by default a
-        user's. Raises ValueError if `parse` would read another message from them.
+        user's. Thoughts that it would leave out there are written as a model writes them. Raises
+        ValueError if `parse` would read another message from them.
         """
         tokens = self.written_reply(reply, following)
         read = self.parse(tokens)
+        if reply.thoughts and read.thoughts != reply.thoughts.strip("\n"):
+            tokens = self._with_thoughts(reply, following)
+            read = self.parse(tokens)
+            if read.thoughts != reply.thoughts.strip("\n"):
+                raise ValueError(
+                    f"the thoughts {reply.thoughts[:40]!r} are read as {read.thoughts[:40]!r}: "
+                    "leave reasoning_content out, for a chat template without <think> or with "
+                    "control tokens in it"
+                )
         if (read.content, read.tool_calls) != (reply.content.strip(), reply.tool_calls):
             raise ValueError(
                 f"the reply {reply.content[:40]!r} with {len(reply.tool_calls)} tool calls is read "
@@ -233,6 +230,19 @@ class Chat:
                 "tool_calls, and no control tokens in the content"
             )
         return tokens
+
+    def _with_thoughts(self, reply: Message, following: Sequence[Message]) -> tuple[int, ...]:
+        """Return a reply's tokens with its reasoning, where the template may write an empty one."""
+        plain = self.written_reply(replace(reply, thoughts=""), following)
+        lengths = range(len(plain), 0, -1)
+        empty = (n for n in lengths if _NO_THOUGHTS.fullmatch(self.text(plain[:n], whole=True)))
+        opened = self.render([_QUESTION]).rstrip().endswith(THOUGHT)
+        return (
+            *(() if opened else self.encode(f"{THOUGHT}\n")),
+            *self.encode_content(reply.thoughts.strip("\n")),
+            *self.encode(f"\n{END_OF_THOUGHT}\n\n"),
+            *plain[next(empty, 0) :],
+        )
 
     def written_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
         """Return a reply's tokens like `encode_reply`, but without the check that `parse` reads

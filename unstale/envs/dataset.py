@@ -222,8 +222,8 @@ class RowEnv:
 def _openings(rows: Sequence[Row], options: DatasetConfig) -> list[tuple[Message, ...]]:
     """Return the first messages of each row.
 
-    Raises `ConfigError`, with the row's place in the file, for a prompt that is no text or list of
-    messages, or that no tokenizer can encode.
+    Raises `ConfigError`, with the row's place in the file, for a prompt that is not a text or a
+    list of messages, or that no tokenizer can encode.
     """
     openings = []
     for row in rows:

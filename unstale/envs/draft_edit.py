@@ -133,7 +133,7 @@ def mistaken(
     """Return conversations whose last reply has 0 to `most` mistakes, and then is edited.
 
     The reply with mistakes is at the places in the second result. It is not to be learned. Raises
-    ValueError if the last message is no reply, or calls tools.
+    ValueError if the last message is not a reply, or if it calls tools.
     """
     if messages[-1].role != "assistant" or messages[-1].tool_calls:
         raise ValueError("messages must end with a reply of the assistant that calls no tool")

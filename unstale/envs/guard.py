@@ -57,7 +57,7 @@ MAX_INTERRUPTIONS = 3
 `HELD_S`.
 """
 MAX_CANCELS = 5
-"""Number of cancellations that a task may ignore before nobody waits for it any more."""
+"""Number of cancellations that a task may ignore before it is abandoned."""
 MAX_HUNG = 64
 """Largest number of threads in which user code may run on after its time limit. Each keeps its
 memory and may use a core.
@@ -119,14 +119,13 @@ class Running(NamedTuple):
 
 
 class Occupancy:
-    """Which user code occupies the event loop. There is one such record, as one event loop runs
-    episodes.
+    """The user code that occupies the event loop. There is one such record, because one event loop
+    runs all episodes of a process.
     """
 
     current: Running | None = None
     queued_before: float | None = None
-    """How many seconds the event loop's thread had ever waited for a processor when `current`
-    began.
+    """Total seconds that the event loop's thread had waited for a processor when `current` began.
     """
     canceller: str = ""
     """Name of user code that cancelled its own task, and perhaps all tasks. Empty if none did."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from reprlib import repr as short_repr
@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 from unstale.envs import (
     Closable,
     EnvError,
+    Forkable,
     HasSimulatedDelays,
     HasWorker,
     Resumable,
@@ -65,7 +66,7 @@ MAX_IDENTITIES = 100_000
 """Largest number of tasks whose identity (a name that repetitions share) is cached. Far fewer are
 in flight.
 """
-_KINDS = (Closable, HasSimulatedDelays, HasWorker, Resumable)
+_KINDS = (Closable, Forkable, HasSimulatedDelays, HasWorker, Resumable)
 _idle: list[OwnThread] = []
 """Threads that wait for another call of a hook (a plain method of user code)."""
 _unfinished: set[Future[Any]] = set()
@@ -105,7 +106,7 @@ async def call_hook(
     if on_loop:
         with time_limit(name):
             return function(*arguments)
-    is_virtual = _is_virtual()
+    is_virtual = has_virtual_clock()
     slot = None if thread or is_virtual else await _free_slot()
     own = thread or (_idle.pop() if _idle else OwnThread("hook"))
     running = own.submit(copy_context().run, function, *arguments)
@@ -133,7 +134,8 @@ async def call_hook(
             _idle.append(own)
 
 
-def _is_virtual() -> bool:
+def has_virtual_clock() -> bool:
+    """Return True in a deterministic run, whose event loop waits for calls in other threads."""
     return getattr(asyncio.get_running_loop(), "waits_for_threads", False)
 
 
@@ -160,7 +162,7 @@ async def hook_of(taskset: Taskset, method: str, function: Callable[..., T], *ar
     name = f"{method} of {taskset.name}"
     try:
         # a timer on a virtual clock would change the order of other timers
-        async with asyncio.timeout(None if _is_virtual() else THREAD_S) as limit:
+        async with asyncio.timeout(None if has_virtual_clock() else THREAD_S) as limit:
             return await call_hook(name, function, *arguments, on_loop=is_own(taskset))
     except TimeoutError as error:
         if not limit.expired():
@@ -235,6 +237,16 @@ class EnvCaller:
         name = f"{name} of {self.name}"
         on_loop = is_own(self.env)
         return await call_hook(name, function, *arguments, on_loop=on_loop, thread=thread)
+
+    async def fork(self) -> "EnvCaller":
+        """Return a copy of a `Forkable` environment. The caller must close it.
+
+        Raises `EnvError` if the environment returns itself, or no environment.
+        """
+        copy = await self.hook("fork()", self.env.fork)
+        if copy is self.env or not hasattr(copy, "step"):
+            raise EnvError(f"fork() must return a copy of the environment, got {short_repr(copy)}")
+        return replace(self, env=copy, thread=OwnThread())
 
 
 def _plain_turn(turn: Any, method: Any) -> Turn:

@@ -7,8 +7,9 @@ from typing import Any
 from unstale.config import ConfigError
 from unstale.envs import (
     Env,
-    HasGiveaways,
+    HasDemonstrations,
     HasNotice,
+    Message,
     Taskset,
     Votable,
     implements,
@@ -35,6 +36,8 @@ class MixedTasks:
         self.longest_call_s = max(getattr(part, "longest_call_s", 0.0) for part in parts)
         if all(implements(part, Votable) for part in parts):
             self.answer_of = self._answer_of
+        if all(implements(part, HasDemonstrations) for part in parts):
+            self.demonstration = self._demonstration
 
     @property
     def parts(self) -> Sequence[Taskset]:
@@ -69,10 +72,10 @@ class MixedTasks:
     def _answer_of(self, task: Task, reply: str) -> str:
         return task_answer(self.part_of(task), task, reply)
 
-    def giveaways(self) -> str:
-        """Return the warnings of all parts about tasks that reward an empty or constant reply."""
-        parts = [part for part in self._parts.values() if implements(part, HasGiveaways)]
-        return "; ".join(filter(None, (part.giveaways() for part in parts)))
+    def _demonstration(self, task: Task) -> Sequence[Message]:
+        part: Any = self.part_of(task)
+        messages: Sequence[Message] = part.demonstration(task)
+        return messages
 
     def notice(self) -> str:
         parts = [part for part in self._parts.values() if implements(part, HasNotice)]

@@ -275,7 +275,7 @@ def _of_line(
 
 
 def _tokens(line: str, is_prose: bool) -> Iterator[Token]:
-    """Yield the tokens of a line. What belongs to no expression is of the kind `end`."""
+    """Yield the tokens of a line. Text that is not part of an expression has the kind `end`."""
     last, spaced, place = Token("end", "\n", True), False, 0
     for found in _TOKEN.finditer(line):
         spaced |= found.start() > place

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 from unstale.envs import Message, ToolCall, Turn
@@ -13,7 +14,7 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 class ToolRunner:
-    """Runs the calls of one tool, whose only argument is a string.
+    """A runner of the calls of one tool, whose only argument is a string.
 
     `tool` is the tool's schema. `run` returns the result for an argument, or raises `ValueError`
     with a text for the policy.
@@ -29,6 +30,10 @@ class ToolRunner:
     async def answer(self, calls: Sequence[ToolCall]) -> tuple[Message, ...]:
         """Return one message per call, in order: its result or an error."""
         return tuple([Message("tool", await self._call(call)) for call in calls])
+
+    def facts(self) -> dict[str, float]:
+        """Return the numbers of calls and of errors so far, by the names that techniques read."""
+        return {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
 
     async def _call(self, call: ToolCall) -> str:
         self.calls += 1
@@ -65,11 +70,14 @@ class Question:
 
     async def step(self, reply: Message) -> Turn:
         answers = await self._runner.answer(reply.tool_calls)
-        facts = {"tool_errors": float(self._runner.errors)}
+        facts = self._runner.facts()
         if answers:
             return Turn(answers, facts=facts)
         success = float(_is_right(reply.content, self._answer))
         return Turn((), done=True, rewards={"success": success}, facts=facts)
+
+    def fork(self) -> "Question":
+        return Question(self._prompts, self._answer, copy(self._runner))
 
 
 def _is_right(text: str, answer: str) -> bool:

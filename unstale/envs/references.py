@@ -111,13 +111,12 @@ def read_messages(
     messages = []
     for each in found:
         match each:
-            case {"reasoning_content": str(thoughts)} if thoughts:
-                raise ValueError("reasoning_content cannot be learnt: leave it out")
             case {"function_call": call} if call:
                 raise ValueError("function_call is not read: write it as tool_calls")
             case {"role": role, "content": str() | None as content} if role in ROLES:
                 calls = tuple(_call(call) for call in each.get("tool_calls") or ())
-                messages.append(Message(role, content or "", calls))
+                thoughts = str(each.get("reasoning_content") or "")
+                messages.append(Message(role, content or "", calls, thoughts))
             case {"role": "user", "content": list(parts)} if picture:
                 messages.append(_with_pictures(parts, picture))
             case _:
@@ -153,7 +152,7 @@ def picture_reader(folder: Path, *, only_check: bool = False) -> Callable[[str],
         if url.startswith("data:"):
             data = read_data_url(url)
             if data is None:
-                raise ValueError(f"{url[:60]!r} is no data URL with a picture in base64")
+                raise ValueError(f"{url[:60]!r} is not a data URL with a picture in base64")
             return b"" if only_check else data
         if not (folder / url).is_file():
             raise ValueError(f"there is no picture {url!r} beside the file of the rows")

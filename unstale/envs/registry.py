@@ -16,9 +16,10 @@ from reprlib import repr as short_repr
 from types import ModuleType
 from typing import Any
 
-from unstale.config import ConfigError, TaskConfig, install
+from unstale.config import ConfigError, RunConfig, TaskConfig, install
 from unstale.config.given import Given
 from unstale.config.tasks import find_spec, libraries, task_class
+from unstale.config.techniques import needed_methods
 from unstale.envs import EnvError, ListedTasks, Taskset, members
 from unstale.envs.guard import NoThread, Watchdog, describe, time_limit
 from unstale.envs.mixed import MixedTasks
@@ -165,6 +166,17 @@ def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
             f"train({seed}) of {name} ended after {len(drawn)} tasks; it must be endless: repeat "
             "the tasks with new numbers, as unstale.envs.ListedTasks does"
         )
+
+
+def missing_methods(config: RunConfig, taskset: Taskset) -> dict[str, str]:
+    """Return the techniques whose needs the task set does not meet. Each has the names of the
+    methods of which it needs one.
+    """
+    return {
+        name: " or ".join(f"{method}()" for method in methods)
+        for name, methods in needed_methods(config).items()
+        if all(getattr(taskset, method, None) is None for method in methods)
+    }
 
 
 def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:

@@ -19,7 +19,7 @@ def any_of(control_texts: Iterable[str]) -> str:
 
 
 class ReplyReader:
-    """Reads replies in the format of a chat template."""
+    """A parser of replies in the format of a chat template."""
 
     def __init__(
         self,

@@ -317,8 +317,8 @@ _WISHES: Mapping[str, tuple[tuple[str, tuple[Status, ...]], ...]] = {
     ),
     "redirect_shipped": (("redirect", ("shipped",)),),
 }
-"""Kind of a request -> pairs (what the customer wishes, possible states of the order). One pair and
-one state are drawn.
+"""Requests of customers, by kind. Each has pairs (the customer's wish, possible states of the
+order), from which one pair and one of its states are drawn.
 """
 
 _TERMS: Mapping[str, Terms] = {"return": "regular", "return_sale": "sale", "refuse_final": "final"}

@@ -26,7 +26,7 @@ MAX_BYTES = 2 << 30
 MAX_ROW_BYTES = 16 << 20
 """Largest number of bytes of a line. A context of a million tokens has about 4 MB."""
 _ROW_BYTES = 512
-"""Bytes that a row takes besides its values."""
+"""Bytes of memory that a row of a data set takes in addition to its values, as an estimate."""
 _SEPARATORS = ",;\t|"
 _SAMPLE = 256
 """Number of lines in which the separator is looked for, and of Parquet rows that are read at
@@ -45,7 +45,7 @@ class Row(dict[str, Any]):
 
 
 class _Meter:
-    """Counts the memory that the rows of a file take."""
+    """A counter of the memory that the rows of a file take."""
 
     def __init__(self) -> None:
         self.left = MAX_BYTES

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from unstale.envs.sandboxes.runtime import (
     Runtime,
     Sandbox,
     TerminalTask,
+    TestsIn,
     Verdict,
 )
 from unstale.records import Task
@@ -54,6 +55,11 @@ class TerminalConfig(TaskConfig):
     """
     host_programs: bool = False
     """Let the programs of this machine stand in for the image that a Dockerfile's FROM names."""
+    tests_in: TestsIn = "agent"
+    """Sandbox of the tests. `agent`, as in Harbor: that of the agent. Its installed packages and
+    running servers are there, but a process that it left can read the tests and write the reward.
+    `own`: another one, with the files of the working directory; the agent's root is read-only then.
+    """
     command_s: Positive = 180.0
     """Seconds after which a command of the agent is killed, or earlier at the task's own limit for
     all its commands.
@@ -84,31 +90,37 @@ class Commands:
 
 @dataclass(frozen=True, slots=True)
 class AutoRuntime:
-    """Makes sandboxes in namespaces for tasks that need no image, and in containers for others."""
+    """A runtime that makes sandboxes in namespaces for tasks that need no image, and in containers
+    for other tasks.
+    """
 
     namespaces: NamespaceRuntime
     containers: ContainerRuntime
+    _chosen: dict[int, tuple[TerminalTask, NamespaceRuntime | ContainerRuntime]] = field(
+        default_factory=dict, init=False
+    )
+    """`id` of a task -> the task, so that no other one gets this id, and what it needs."""
 
     def check(self, task: TerminalTask) -> None:
         """Raise `ConfigError` if a task needs an image, and no container can be started."""
         try:
             self.namespaces.check(task)
+            self._chosen[id(task)] = task, self.namespaces
         except ConfigError as why:
             try:
                 self.containers.check(task)
             except ConfigError as error:
                 raise ConfigError(f"{why}. In its place, {error}") from None
+            self._chosen[id(task)] = task, self.containers
 
     async def start(self, task: TerminalTask) -> Sandbox:
         return await self.chosen(task).start(task)
 
     def chosen(self, task: TerminalTask) -> NamespaceRuntime | ContainerRuntime:
-        """Return what makes the sandboxes of a task."""
-        try:
-            self.namespaces.check(task)
-        except ConfigError:
-            return self.containers
-        return self.namespaces
+        """Return what makes the sandboxes of a task. Its Dockerfile is read once."""
+        if id(task) not in self._chosen:
+            self.check(task)
+        return self._chosen[id(task)][1]
 
 
 class TerminalTasks(ListedTasks):
@@ -147,7 +159,11 @@ class TerminalTasks(ListedTasks):
         self.data = {split: [*map(_row, count(), tasks)] for split, tasks in self._tasks.items()}
 
     def notice(self) -> str:
-        """Return what a run says at its start of tasks whose network is not that of the folder."""
+        """Return a warning for the start of a run. "" if there is nothing to warn of.
+
+        It names tasks whose tests can be reached by the agent's processes, and tasks with another
+        network than their folder allows.
+        """
         tasks = [each for split in self._tasks.values() for each in split]
         silent = sum(not each.states_network for each in tasks)
         runtime = self._runtime
@@ -158,6 +174,12 @@ class TerminalTasks(ListedTasks):
             if each.agent_network or each.test_network
         )
         lines = []
+        if any(getattr(chosen(each), "tests_in", "own") == "agent" for each in tasks):
+            lines.append(
+                "The tests run in the agent's sandbox, as in Harbor: a process that the agent left "
+                "can read them and write the reward. --task.tests_in own prevents that, and then "
+                "agents can install nothing in the system and leave no server running"
+            )
         if silent:
             lines.append(
                 f"{silent} of {len(tasks)} tasks do not state whether they use a network "
@@ -204,6 +226,7 @@ class TerminalEnv:
         self._system = system
         self._runner = ToolRunner(TOOL, self._run)
         self._sandbox: Sandbox | None = None
+        self._is_over = False
         self._used_s = 0.0
         """Seconds that the agent's commands took."""
 
@@ -212,14 +235,29 @@ class TerminalEnv:
         return Turn((Message("system", self._system), Message("user", self._task.instruction)))
 
     async def step(self, reply: Message) -> Turn:
+        if self._is_over:  # the tests are there
+            raise EnvError("the episode has ended")
         is_late = self._used_s >= self._task.agent_timeout_s
         if reply.tool_calls and not is_late:
             answers = await self._runner.answer(reply.tool_calls)
-            return Turn(answers, facts=self._facts())
+            return Turn(answers, facts=self._runner.facts())
+        self._is_over = True
         verdict = await self._opened().verify()
         rewards, problem = _rewards(self._task, verdict)
-        facts = {"no_reward": float(problem), "out_of_time": float(is_late), **self._facts()}
+        facts = {"no_reward": float(problem), "out_of_time": float(is_late), **self._runner.facts()}
         return Turn((), done=True, rewards=rewards, facts=facts)
+
+    async def check(self, command: str) -> bool:
+        """Return True if a command ends with exit code 0 in the sandbox, such as the tests of a
+        repository.
+
+        The policy does not see it, and it takes no time of the agent's limit. What it writes stays.
+        """
+        limits = self._commands
+        result = await self._opened().run(
+            command, seconds=limits.seconds, output_kb=limits.output_kb
+        )
+        return result.code == 0 and result.ended != "timeout"
 
     async def close(self) -> None:
         if self._sandbox:
@@ -229,9 +267,6 @@ class TerminalEnv:
         if self._sandbox is None:
             raise EnvError("the episode has not begun")
         return self._sandbox
-
-    def _facts(self) -> dict[str, float]:
-        return {"tool_errors": self._runner.errors, "commands": self._runner.calls}
 
     async def _run(self, command: str) -> str:
         if "\0" in command:
@@ -285,7 +320,7 @@ def _make(options: TerminalConfig) -> TerminalTasks:
                 f"{folder} is in {hiding[0]}, which agents can read, so its tests would not be "
                 "hidden: move it to another folder"
             )
-    runtime = _runtime(options)
+    runtime = make_runtime(options)
     train, held_out = (
         read_folder(Path(folder), runtime.check) if folder else [] for folder in folders
     )
@@ -293,13 +328,15 @@ def _make(options: TerminalConfig) -> TerminalTasks:
     return TerminalTasks("terminal", train, held_out, runtime=runtime, commands=commands)
 
 
-def _runtime(options: TerminalConfig) -> Runtime:
-    namespaces = NamespaceRuntime(options.host_programs, options.storage_mb)
+def make_runtime(options: TerminalConfig) -> Runtime:
+    """Return what makes the sandboxes of a task set with these options."""
+    limits = (options.storage_mb, options.tests_in)
+    namespaces = NamespaceRuntime(options.host_programs, *limits)
     if options.runtime == "namespaces":
         return namespaces
     if options.runtime == "auto":
-        return AutoRuntime(namespaces, ContainerRuntime("", options.storage_mb))
-    return ContainerRuntime(options.runtime, options.storage_mb)
+        return AutoRuntime(namespaces, ContainerRuntime("", *limits))
+    return ContainerRuntime(options.runtime, *limits)
 
 
 ENV = EnvSpec("terminal", _make, TerminalConfig, takes_source=True)

@@ -25,7 +25,7 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TextTokens:
-    """Converts texts to tokens and back, without a chat template."""
+    """A converter of texts to tokens and back, without a chat template."""
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         """Find the control tokens of a tokenizer, including those that the chat template writes."""

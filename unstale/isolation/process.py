@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from unstale.envs import EnvError
 from unstale.envs.guard import OCCUPANCY, THREAD_S, Line
-from unstale.frames import last_words
+from unstale.frames import last_words, outcome
 from unstale.isolation.wire import MAX_FRAME_BYTES, Row, read_line
 from unstale.records import Task
 from unstale.weights.child_process import Frames, frame
@@ -292,9 +292,8 @@ class Worker:
         if end is None:
             self.end(f"a worker process closed its connection{self._during()}")
             return
-        is_exit = end.si_code == os.CLD_EXITED
-        outcome = f"exit code {end.si_status}" if is_exit else signal.Signals(end.si_status).name
-        self.end(f"a worker process ended with {outcome}{self._during()}{last_words(self._output)}")
+        how = outcome(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+        self.end(f"a worker process ended with {how}{self._during()}{last_words(self._output)}")
 
     def _abort(self) -> None:
         """End a silent worker by SIGABRT. Python then prints the line of code that it was

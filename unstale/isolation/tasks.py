@@ -12,6 +12,8 @@ from unstale.durability.virtual_clock import VirtualLoop
 from unstale.envs import (
     Env,
     EnvError,
+    HasCorrections,
+    HasDemonstrations,
     HasIdentities,
     HasTaskTools,
     HasTexts,
@@ -196,6 +198,10 @@ class IsolatedTasks:
             self.text = inner.text
         if implements(inner, Votable):
             self.answer_of = inner.answer_of
+        if implements(inner, HasCorrections):
+            self.correction = inner.correction
+        if implements(inner, HasDemonstrations):
+            self.demonstration = inner.demonstration
         self._episodes = count()
 
     def train(self, seed: int) -> Iterator[Task]:

@@ -3,11 +3,13 @@
 The receiver checks each message.
 """
 
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-from unstale.envs import EnvError, Image, Message, ToolCall, Turn
+import msgspec
+
+from unstale.envs import EnvError, Message, Turn
 
 Row = dict[str, Any]
 
@@ -28,48 +30,24 @@ fewer.
 
 
 def message_row(message: Message) -> Row:
-    calls = [[call.name, dict(call.arguments), call.error, call.id] for call in message.tool_calls]
+    calls = [
+        {"name": call.name, "arguments": dict(call.arguments), "error": call.error, "id": call.id}
+        for call in message.tool_calls
+    ]
     return {
         "role": message.role,
         "content": message.content,
         "tool_calls": calls,
         "thoughts": message.thoughts,
-        "images": [[b64encode(image.data).decode(), image.at] for image in message.images],
+        "images": [
+            {"data": b64encode(image.data).decode(), "at": image.at} for image in message.images
+        ],
     }
 
 
 def read_message(row: Any) -> Message:
     """Return a message from its JSON form. Raises ValueError for another form."""
-    match row:
-        case {
-            "role": str(role),
-            "content": str(content),
-            "tool_calls": list(calls),
-            "thoughts": str(thoughts),
-            "images": list(images),
-        }:
-            return Message(
-                cast(Any, role),
-                content,
-                tuple(map(_read_call, calls)),
-                thoughts,
-                tuple(map(_read_image, images)),
-            )
-    raise ValueError(f"no message: {str(row)[:80]}")
-
-
-def _read_call(row: Any) -> ToolCall:
-    match row:
-        case [str(name), dict(arguments), str(error), str(call_id)]:
-            return ToolCall(name, arguments, error, call_id)
-    raise ValueError(f"no tool call: {str(row)[:80]}")
-
-
-def _read_image(row: Any) -> Image:
-    match row:
-        case [str(data), int(at)]:
-            return Image(b64decode(data, validate=True), at)
-    raise ValueError(f"no picture: {str(row)[:80]}")
+    return msgspec.convert(row, Message)
 
 
 def turn_row(turn: Turn) -> Row:
@@ -80,7 +58,7 @@ def turn_row(turn: Turn) -> Row:
             f"most {MAX_MESSAGES:,} are allowed"
         )
     rows = [message_row(message) for message in turn.messages]
-    files = [data for row in rows for data, _ in row["images"]]
+    files = [image["data"] for row in rows for image in row["images"]]
     check_length("Turn.messages", [*(message.content for message in turn.messages), *files])
     return {
         "messages": rows,
@@ -93,19 +71,10 @@ def turn_row(turn: Turn) -> Row:
 
 def read_turn(row: Any) -> Turn:
     """Return a turn from its JSON form. Raises ValueError for another form."""
-    match row:
-        case {
-            "messages": list(messages),
-            "done": bool(done),
-            "rewards": dict(rewards),
-            "reward": reward,
-            "facts": dict(facts),
-        }:
-            try:
-                return Turn(tuple(map(read_message, messages)), done, rewards, reward, facts)
-            except EnvError as error:
-                raise ValueError(str(error)) from None
-    raise ValueError(f"no turn: {str(row)[:80]}")
+    try:
+        return msgspec.convert(row, Turn)
+    except EnvError as error:
+        raise ValueError(str(error)) from None
 
 
 def check_length(name: str, texts: Sequence[str]) -> None:
@@ -128,7 +97,7 @@ def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
     """
     text = row.get(name)
     if not isinstance(text, str) or len(text) > max_length:
-        raise ValueError(f"{name} is no text of at most {max_length} characters")
+        raise ValueError(f"{name} is not a text of at most {max_length} characters")
     return text
 
 

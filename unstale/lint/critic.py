@@ -24,8 +24,8 @@ def early_gradient(config: RunConfig) -> Finding | None:
         return None
     return Finding(
         "trainer.stream with a critic",
-        "the gradient of a group begins before its batch is complete, and a critic whitens the "
-        "advantages of the batch and divides its loss by the batch's actions",
+        "not built: the gradient of a group begins before its batch is complete, and a critic "
+        "whitens the advantages of the batch and divides its loss by the batch's actions",
         ({"trainer.stream": False}, _GROUPS),
     )
 
@@ -35,8 +35,8 @@ def divided_pass(config: RunConfig) -> Finding | None:
         return None
     return Finding(
         f"cluster.context {config.cluster.context} with a critic",
-        "a rank has the hidden states of its part of a pass only, and the forecasts of the others "
-        "are not gathered",
+        "not built: a rank has the hidden states of its part of a pass only, and the forecasts of "
+        "the others are not gathered",
         ({"cluster.context": 1}, _GROUPS),
     )
 
@@ -46,7 +46,7 @@ def second_model_on_ranks(config: RunConfig) -> Finding | None:
         return None
     return Finding(
         "critic.model own on trainer ranks",
-        "their checkpoints have one divided model",
+        "not built: their checkpoints have one divided model",
         ({"critic.model": "trunk"}, {"cluster.trainers": 0}),
     )
 
@@ -63,8 +63,8 @@ def early_techniques(config: RunConfig) -> Finding | None:
         return None
     return Finding(
         f"{' and '.join(names)} with a critic",
-        f"{names[0]} needs advantages before the trainer has the batch, and a critic computes them "
-        "in the trainer",
+        f"not built: {names[0]} needs advantages before the trainer has the batch, and a critic "
+        "computes them in the trainer",
         (without(config, *names), _GROUPS),
     )
 
@@ -77,8 +77,8 @@ def filters_of_a_batch(config: RunConfig) -> Finding | None:
         return None
     return Finding(
         f"{' and '.join(names)} with a critic",
-        "if no episode of a batch is left, its episodes get the advantage 0, and a critic would "
-        "give them others",
+        "not built: if no episode of a batch is left, its episodes get the advantage 0, and a "
+        "critic would give them others",
         (without(config, *names), _GROUPS),
     )
 

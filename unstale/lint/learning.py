@@ -13,6 +13,7 @@ from unstale.config.techniques import chosen
 from unstale.lint.estimator_trials import compares
 from unstale.lint.finding import Finding, Fix
 from unstale.lint.policy_files import local_folder, num_weights, width
+from unstale.techniques.distil import START, DistilConfig
 
 MAX_BOUND = 16
 """Largest staleness, in versions, that a run may allow without a warning. No published result uses
@@ -87,6 +88,22 @@ def no_comparison(config: RunConfig) -> Finding | None:
         f"{name} gives every episode the advantage 0 in {what}",
         "it compares an episode with the others of its group or batch, and there are none",
         ({"schedule.group_size": 8}, batch),
+    )
+
+
+def equal_teacher(config: RunConfig) -> Finding | None:
+    """Refuse a teacher that is the policy at the start, if nothing else changes the policy."""
+    options = config.technique_options.get("distil")
+    if not isinstance(options, DistilConfig) or {*options.sources} != {START}:
+        return None
+    moves = config.objective.entropy_coef or config.trainer.weight_decay
+    if options.context or options.advantage_coef or moves:
+        return None
+    return Finding(
+        f"distil.teacher {options.teacher} with distil.advantage_coef 0",
+        "the teacher is equal to the policy, and no rewards change the policy, so every gradient "
+        "is 0",
+        ({"distil.advantage_coef": 1.0},),
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from unstale.config import RunConfig
 from unstale.config.algorithm import Aggregate, Unit
 from unstale.config.objectives import over
+from unstale.config.options import options
 from unstale.config.routes import age_of_average
 from unstale.config.techniques import chosen
 from unstale.lint import critic, learning, noise, stream, techniques
@@ -68,7 +69,10 @@ def _idle_control(config: RunConfig) -> Finding | None:
         idle.append("token_veto_threshold")
     if not idle or not d_is_one(config) or config.old_logps.baseline:
         return None
-    why = "the proxy is mu itself, so the discrepancy is in S, where the trust region sees it"
+    why = (
+        f"{config.old_logps.route} takes mu itself as the proxy, so the discrepancy is in S, where "
+        "the trust region sees it"
+    )
     off: Fix = {"correction.mode": "none", "correction.token_veto_threshold": 0.0}
     fixes = (off, _exact_route(config), _BASELINE)
     return Finding(f"D is identically 1, {' and '.join(idle)} can never act", why, fixes)
@@ -80,7 +84,7 @@ def _double_count(config: RunConfig) -> Finding | None:
         return None
     if not d_is_one(config) or config.old_logps.baseline:
         return None
-    why = "S = pi / mu is the whole ratio, so with this proxy the weight D is 1"
+    why = f"with {config.old_logps.route} S = pi / mu is the whole ratio, so the weight D is 1"
     fixes = ({"correction.mode": "none"}, _exact_route(config), _BASELINE)
     return Finding(f"a weight on D ({control}) beside a loss that is anchored on mu", why, fixes)
 
@@ -339,6 +343,28 @@ def _dense_replay(config: RunConfig) -> Finding | None:
     return Finding("routing replay of a dense policy", why, ({"trainer.routing_replay": False},))
 
 
+def _adapters_of_experts(config: RunConfig) -> Finding | None:
+    rank, number = config.trainer.lora_rank, experts(local_folder(config))
+    if not rank or not number:
+        return None
+    known = options()
+    off = {name: value for name, value in _NO_ADAPTERS.items() if known[name].of(config) != value}
+    return Finding(
+        f"trainer.lora_rank {rank} with a model of {number} experts in a layer",
+        "adapters of an MoE policy are not built",
+        (off,),
+    )
+
+
+_NO_ADAPTERS: Fix = {
+    "trainer.lora_rank": 0,
+    "trainer.lora_alpha": 32.0,
+    "trainer.lora_targets": "all-linear",
+    "engine.adapters": "merged",
+    "schedule.pin_versions": False,
+}
+
+
 def _unrecorded_experts(config: RunConfig) -> Finding | None:
     """Refuse flags of vLLM with which it records no experts of an MoE model, or only some."""
     if not config.trainer.routing_replay or config.engine.backend != "vllm":
@@ -381,6 +407,7 @@ def _free_experts(config: RunConfig) -> Finding | None:
 
 
 REFUSALS: Sequence[Rule] = (
+    techniques.methods_of_tasks,
     _idle_clip,
     _idle_control,
     _double_count,
@@ -395,8 +422,10 @@ REFUSALS: Sequence[Rule] = (
     noise.certain_veto,
     _long_context,
     _dense_replay,
+    _adapters_of_experts,
     _unrecorded_experts,
     learning.no_comparison,
+    learning.equal_teacher,
     learning.infinite,
     *critic.REFUSALS,
     *stream.REFUSALS,

@@ -8,7 +8,7 @@ from unstale.config.gguf import names_gguf
 from unstale.config.hub import is_hub_name
 from unstale.config.objectives import over
 from unstale.config.routes import live_versions
-from unstale.config.techniques import chosen, describe
+from unstale.config.techniques import chosen, describe, needed_methods
 from unstale.lint.policy_files import local_folder
 from unstale.lint.techniques import order
 
@@ -67,8 +67,32 @@ def facts(config: RunConfig) -> dict[str, str]:
         "loss": _denominator(config),
         **_placed(config),
         **techniques,
+        **_evaluation(config),
         **_missing_policy(config),
-        "not read": "data, reward and environment: unstale train checks them at its start",
+        "not read": _not_read(config),
+    }
+
+
+def _not_read(config: RunConfig) -> str:
+    """Return a sentence on what is checked only when a run starts."""
+    needs = "".join(
+        f", and {' or '.join(f'{method}()' for method in methods)} of its tasks for {name}"
+        for name, methods in needed_methods(config).items()
+    )
+    return f"data, reward and environment{needs}: unstale train checks them at its start"
+
+
+def _evaluation(config: RunConfig) -> dict[str, str]:
+    """Return a sentence on the sampling of evaluations. Empty if it is that of training."""
+    options = config.eval
+    limits = [f"eval.{name} = {value:g}" for name, value in options.limits.items()]
+    if options.temperature >= 0:
+        limits.insert(0, f"eval.temperature = {options.temperature:g}")
+    if not limits:
+        return {}
+    return {
+        "evaluation": f"sampled with {', '.join(limits)}; none of its tokens is trained on, so no "
+        "ratio contains it"
     }
 
 

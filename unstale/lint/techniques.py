@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from unstale.config import RunConfig
-from unstale.config.techniques import Slot, chosen
+from unstale.config import ConfigError, RunConfig
+from unstale.config.tasks import shipped_envs
+from unstale.config.techniques import Slot, chosen, needed_methods
+from unstale.envs.registry import build_taskset, missing_methods
 from unstale.lint.finding import Finding, Fix, Rule
 from unstale.lint.learning import usual_rate
 
@@ -14,21 +17,25 @@ CHAINS: Mapping[Slot, str] = {
     "recredit": "advantages of turns",
     "shaper": "advantages of tokens",
 }
-"""What techniques of a slot (kind) change. Several of a slot act on each other's results."""
+"""The values that techniques of a slot change. If a run uses several techniques of one of these
+slots, each one changes the result of the technique before it.
+"""
 LOW_RATE = 5
 """A learning rate is low if it is below the usual one divided by this number."""
-MAX_SHIFT = 20.0
-"""Largest sensible `confident_error_penalty.max_shift`. With a larger one, a negative advantage may
-be multiplied by more than 20, and a single long sequence may outweigh a batch.
-"""
-
 MAX_ENTROPY_FACTOR = 1 / 3
 """Largest sensible `token_entropy_advantage.a`. With a larger one, a token whose entropy is 3
 standard deviations under the mean has no gradient, and such tokens are common.
 """
-MIN_MAD_FLOOR = 0.01
-"""Smallest sensible `baseline.mad_floor`. With a smaller one, an advantage may be more than 90
-times the distance of its reward to the median.
+TREE_BIASES: Mapping[str, tuple[float, Fix]] = {
+    "tree_advantage.rule pooled": (0.430, {"tree_advantage.rule": "loo"}),
+    "tree_advantage.rule depth": (0.575, {"tree_advantage.rule": "loo"}),
+    "tree.branch peaks": (0.185, {"tree.branch": "entropy"}),
+    "tree.branch second": (0.137, {"tree.branch": "entropy"}),
+    "tree.branch unlikely": (0.162, {"tree.branch": "turn"}),
+    "tree.spare 0": (0.721, {"tree.spare": 0.25}),
+}
+"""Options of trees that bias the gradient. For each the size of the bias, relative to that of the
+gradient, in a small problem (`tests/techniques/test_tree.py`), and the change that removes it.
 """
 
 
@@ -62,19 +69,6 @@ def low_rate_with_smaller_steps(config: RunConfig) -> Finding | None:
     )
 
 
-def far_confidence_shift(config: RunConfig) -> Finding | None:
-    """Warn of a limit of `confident_error_penalty` that lets one sequence outweigh a batch."""
-    options = config.technique_options.get("confident_error_penalty")
-    shift: float = getattr(options, "max_shift", 0.0)
-    if shift <= MAX_SHIFT or getattr(options, "over", "") != "sum":
-        return None
-    return Finding(
-        f"confident_error_penalty.max_shift is {shift:g}, for the sum over a sequence",
-        "the sum grows with the length, so a long sequence outweighs the rest of its batch",
-        ({"confident_error_penalty.max_shift": 10.0}, {"confident_error_penalty.over": "mean"}),
-    )
-
-
 def hard_prefix_clip(config: RunConfig) -> Finding | None:
     """Warn of the technique `minpro` with a clip, as one small ratio then drops all later tokens'
     gradient.
@@ -101,6 +95,26 @@ def strong_entropy_factor(config: RunConfig) -> Finding | None:
         f"tokens with an entropy of more than {1 / a:.2g} standard deviations under the mean get "
         "no gradient, and there are many",
         ({"token_entropy_advantage.a": 0.2},),
+    )
+
+
+def biased_tree(config: RunConfig) -> Finding | None:
+    """Warn of options of the techniques `tree` and `tree_advantage` that bias the gradient."""
+    tree: Any = config.technique_options.get("tree")
+    rule = getattr(config.technique_options.get("tree_advantage"), "rule", "")
+    if tree is None:
+        return None
+    values = [f"tree_advantage.rule {rule}", f"tree.branch {tree.branch}"]
+    values += [f"tree.spare {tree.spare:g}"] if tree.prune != "none" else []
+    biased = {each: TREE_BIASES[each] for each in values if each in TREE_BIASES}
+    if not biased:
+        return None
+    sizes = " and ".join(f"{bias:.3f}" for bias, _ in biased.values())
+    return Finding(
+        " and ".join(biased),
+        f"the mean gradient is biased, in a small problem by {sizes} of its size "
+        "(docs/techniques.md#tree_advantage)",
+        ({name: value for _, fix in biased.values() for name, value in fix.items()},),
     )
 
 
@@ -142,20 +156,6 @@ def baseline_with_added_episodes(config: RunConfig) -> Finding | None:
             {**without(config, *estimators), "advantage.estimator": "rloo_first"},
             without(config, "allocate"),
         ),
-    )
-
-
-def no_floor_of_distances(config: RunConfig) -> Finding | None:
-    """Warn of a `baseline.mad_floor` near 0, which divides advantages if most rewards are equal."""
-    options = config.technique_options.get("baseline")
-    scale, floor = getattr(options, "scale", ""), getattr(options, "mad_floor", 0.0)
-    if scale != "mad" or floor >= MIN_MAD_FLOOR:
-        return None
-    return Finding(
-        f"baseline.mad_floor is {floor:g}",
-        "where most rewards of a group are equal, the median distance is 0, and the others have "
-        f"advantages of up to {1 / (floor + 1e-3):.0f} times their distance",
-        ({"baseline.mad_floor": 0.1},),
     )
 
 
@@ -273,6 +273,28 @@ def unreachable_success(config: RunConfig) -> Finding | None:
     )
 
 
+def methods_of_tasks(config: RunConfig) -> Finding | None:
+    """Refuse techniques that need a method of the task set, if an environment of this package lacks
+    it.
+
+    Environments with a source are not checked, because the linter reads no source.
+    """
+    spec = shipped_envs().get(config.task.env)
+    if spec is None or spec.takes_source or not needed_methods(config):
+        return None
+    try:
+        missing = missing_methods(config, build_taskset(config.task))
+    except ConfigError:  # the environment cannot be made here, which unstale train says
+        return None
+    if not missing:
+        return None
+    return Finding(
+        f"{' and '.join(missing)} at task.env {config.task.env}",
+        f"its tasks have no {', no '.join(missing.values())}",
+        (left := without(config, *missing), {**left, "selection.test_time": False}),
+    )
+
+
 def without(config: RunConfig, *names: str) -> Fix:
     """Return a fix that removes the techniques `names` from the option `techniques`."""
     kept = [entry.name for entry in chosen(config.techniques) if entry.name not in names]
@@ -281,12 +303,11 @@ def without(config: RunConfig, *names: str) -> Fix:
 
 WARNINGS: Sequence[Rule] = (
     low_rate_with_smaller_steps,
-    far_confidence_shift,
     hard_prefix_clip,
     strong_entropy_factor,
+    biased_tree,
     baseline_of_picked,
     baseline_with_added_episodes,
-    no_floor_of_distances,
     even_groups_of_median,
     unlearned_limits,
     slots_for_all,

@@ -164,11 +164,11 @@ def check_apart(
 def check_pictures(
     model: PreTrainedModel, pictures: PictureInputs, found: Packability, *, packed: bool = False
 ) -> None:
-    """Check that a model with pictures has the logits that transformers computes.
+    """Check that the logits for a text with pictures equal those of transformers.
 
-    The compared logits come from one pass and from a pass in parts with a key-value cache. With
-    `packed`, they come from a packed pass instead. `found` is the result of the check with text
-    only. Raises ConfigError if the logits differ by more than rounding.
+    They are computed in one pass and again in parts, with a key-value cache, or with `packed` in
+    one packed pass. `found` is the result of the check with text only. Raises ConfigError if the
+    logits differ by more than rounding, or if the output head is more than one linear map.
     """
     probe = PictureProbe(pictures)
     passes = [partial(probe.logits, model, parts) for parts in (1, 3)]

@@ -184,11 +184,11 @@ def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[Attent
     A segment is a span of tokens that the same sequences have in common. Each token attends (1)
     within its own block, causally, (2) to the part of its segment before the block, and (3) to all
     earlier segments of its sequence. The calls for (1) come first, because they cover every token.
-    The results of (2) and (3) are added to those of (1).
+    The results of (2) and (3) are added to their results.
 
-    With `batched`, all blocks of equal length in (1) are one call. The calls of (2) and (3) are
-    never combined, because a combined call may round differently: a token's value must not depend
-    on the other packed sequences. For the same reason, `batched` must be False with a single head.
+    With `batched`, all blocks of equal length are one call in (1). Calls of (2) and (3) are never
+    combined, and with a single head `batched` must be False, because a combined call may round
+    differently. A token's value must not depend on the other packed sequences.
     """
     own_blocks: dict[int, list[int]] = {}
     """The start positions of all blocks, by the length of the block."""

@@ -28,10 +28,10 @@ class TeacherRows:
     """One teacher's hidden states for some of the R target tokens of a `LogpQuery`."""
 
     index: Tensor
-    """`[r]`: the indices of these tokens among the R target tokens."""
+    """`[r]`: which of the R target tokens this teacher has: their indices."""
     rows: Tensor
-    """`[r, H]`: the teacher's hidden states before these tokens, or its logits if `head` is the
-    identity.
+    """`[r, H]`: the teacher's hidden states before the tokens of `index`, or its logits if `head`
+    is the identity.
     """
     head: nn.Module
 

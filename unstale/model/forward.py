@@ -52,9 +52,8 @@ class ForwardOptions:
 
     share_prompts: bool = True
     """Compute a prefix that several sequences have in common only once."""
-    gradient_checkpointing: int = 0
-    """Keep only the input of each Nth layer in memory, and compute these layers again in the
-    backward pass. 0 keeps all activations.
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of layers in memory, and compute the layers again in the backward pass.
     """
     compile: bool = False
     """Compile the model with torch.compile before its first forward pass."""
@@ -74,7 +73,7 @@ class ForwardOptions:
         options = config.trainer
         return cls(
             options.share_prompts,
-            options.gradient_checkpointing and options.gradient_checkpointing_interval,
+            options.gradient_checkpointing,
             options.compile,
             options.quantise,
             config.engine.dtype,
@@ -167,8 +166,8 @@ def _layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def checkpoint_layers(model: nn.Module, interval: int) -> None:
-    """Turn on gradient checkpointing for the first layer and each `interval`th layer after it.
+def checkpoint_layers(model: nn.Module) -> None:
+    """Turn on gradient checkpointing for all layers.
 
     Raises ConfigError if transformers does not support it for this model.
     """
@@ -178,7 +177,7 @@ def checkpoint_layers(model: nn.Module, interval: int) -> None:
             "trainer.gradient_checkpointing must be false: "
             f"{type(model).__name__} has no layers that can be run again"
         )
-    for layer in layers[::interval]:
+    for layer in layers:
         layer.forward = partial(_checkpointed, layer.forward)
 
 

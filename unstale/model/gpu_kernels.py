@@ -27,9 +27,9 @@ LOGITS = 4096
 class GpuKernels:
     """The Triton kernels as methods, with the same arguments as the functions of `kernels.c`.
 
-    All tensors have the same dtype (bfloat16, float16 or float32), except inverse roots and `sums`,
-    which are float32. A tensor with an argument `stride` may be a slice of the columns of a
-    contiguous tensor.
+    All tensors have the same dtype (bfloat16, float16 or float32), except `roots` (the inverse RMS
+    of each row) and `sums` (partial sums of a gradient), which are float32. A tensor with an
+    argument `stride` may be a slice of the columns of a contiguous tensor.
     """
 
     def pieces(self, rows: int) -> int:

@@ -69,7 +69,7 @@ class LogpQuery:
     """`[V]`: numbers that are added to the logits before the division by the temperature."""
 
     def at(self, rows: Tensor) -> "LogpQuery":
-        """Return the same query for only some of its R rows, given by their indices `[r]`."""
+        """Return the query for r of its R rows, given by their indices `[r]`."""
         sample = None if self.sample is None else self.sample[rows]
         kept_sets = self.kept_sets.at(rows.cpu()) if self.kept_sets else None
         return replace(self, targets=self.targets[rows], sample=sample, kept_sets=kept_sets)

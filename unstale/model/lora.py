@@ -47,7 +47,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """What an engine must know to add LoRA adapters to its base weights."""
+    """The data with which an engine adds LoRA adapters to its base weights."""
 
     base: int
     """Checksum (`base_checksum`) of the base weights on which the adapters are trained."""
@@ -157,7 +157,7 @@ def inject(model: Any, lora: Lora, *, without: Collection[str] = ()) -> None:
     if experts := num_experts(model.config.to_dict()):
         raise ConfigError(
             f"trainer.lora_rank is {lora.rank}, but the policy has {experts} experts in a layer: "
-            "adapters of such a policy are not supported. Set trainer.lora_rank to 0, or choose a "
+            "adapters of such a policy are not built. Set trainer.lora_rank to 0, or choose a "
             "dense policy"
         )
     try:
@@ -188,8 +188,8 @@ def inject(model: Any, lora: Lora, *, without: Collection[str] = ()) -> None:
     for name, layer in _layers(model):
         if not isinstance(layer.base_layer, nn.Linear) or uses[id(layer.base_layer.weight)] > 1:
             raise ConfigError(
-                f"trainer.lora_targets: {name} is not a linear layer, or shares its weight. "
-                "Leave it out"
+                f"trainer.lora_targets: {name} is not a linear layer, or shares its weight, and "
+                "adapters of such layers are not built. Leave it out"
             )
         a = layer.lora_A[_ADAPTER].weight.detach()
         a.copy_((torch.rand(a.shape, generator=noise) * 2 - 1) / math.sqrt(a.shape[1]))

@@ -79,9 +79,10 @@ def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list
 
 
 def _cost(tokens: int, rows: int) -> int:
-    """Return the larger share of a pass's limit, in tokens, that the tokens or the rows use up.
+    """Return how many tokens of a pass's limit some sequences use up.
 
-    `rows` counts log-probabilities, of which a pass may have `HEAD_ROWS` for each token.
+    It is the larger of two numbers: their `tokens`, and `rows`, the number of their
+    log-probabilities, divided by `HEAD_ROWS`.
     """
     return max(tokens, -(-rows // HEAD_ROWS))
 

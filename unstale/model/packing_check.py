@@ -2,10 +2,11 @@
 
 Three properties are tested, on text of the model's own tokenizer:
 
-1. Packed sequences do not affect each other. A dense model must give the same bits. 2. Each
-sequence has its own positions. In a wider precision, where rounding is small, packing must change
-logits far less than rounding to the model's precision does. 3. In the model's precision, the error
-of a packed pass is at most a few times the error of transformers with a single sequence.
+1. Packed sequences do not affect each other. A dense model must give the same bits.
+2. Each sequence has its own positions. In a wider precision, where rounding is small, packing must
+   change logits far less than rounding to the model's precision does.
+3. In the model's precision, the error of a packed pass is at most a few times the error of
+   transformers with a single sequence.
 
 No limit is absolute, because rounding errors differ between models: a trained network with massive
 activations (arXiv 2402.17762) has a hundred times the error of a random one.
@@ -47,7 +48,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class Packability:
-    """What a successful check of a model found out about it."""
+    """The results of a successful check of whether sequences can be packed for a model."""
 
     plain_head: bool
     """True if the logits are only the output head applied to the last hidden states."""
@@ -372,10 +373,10 @@ def allowed_wide(rounding: float, dtype: torch.dtype) -> float:
     """Return the largest allowed difference of two results in a wider precision.
 
     The difference is relative to the norm of the logits. `rounding` is the error in `dtype`, the
-    model's own precision. The result lies between the rounding errors of both precisions, because
-    some models compute parts in float32 even in a float64 pass. A model with discontinuous layers
-    has a large error in float32 even without packing, so in float32 at least half of the digits
-    must agree.
+    model's own precision. The result lies between the rounding errors of the two precisions,
+    because some models compute parts in float32 even in a float64 pass. If `dtype` is float32, at
+    least half of the digits must agree, because a model with discontinuous layers has a large
+    rounding error even without packing.
     """
     eps = torch.finfo(torch.float32).eps
     if torch.finfo(dtype).bits >= 32:

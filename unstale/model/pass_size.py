@@ -4,7 +4,6 @@ It follows from the free memory, and from the bytes that layers keep for each to
 backward pass.
 """
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -86,20 +85,18 @@ def layer_bytes(sizes: DecoderSizes, *, word: int = _WORD) -> int:
     return word * (8 * sizes.hidden + (queries + keys) * sizes.head_dim + mlp)
 
 
-def token_bytes(sizes: DecoderSizes, *, checkpointing: int, word: int = _WORD) -> int:
+def token_bytes(sizes: DecoderSizes, *, checkpointing: bool, word: int = _WORD) -> int:
     """Return the bytes of activations that all layers keep for each token until the backward pass.
 
-    `word` is the size of an activation in bytes. `checkpointing` N means gradient checkpointing of
-    each Nth layer, and 0 none. Of the checkpointed layers, one at a time keeps all its activations,
-    and the others keep only their input.
+    `word` is the size of an activation in bytes. With gradient checkpointing, one layer at a time
+    keeps all its activations, and the others keep only their input.
     """
     layer = layer_bytes(sizes, word=word)
-    again = math.ceil(sizes.layers / checkpointing) if checkpointing else 0
-    return again * word * sizes.hidden + (sizes.layers - again + bool(again)) * layer
+    return sizes.layers * word * sizes.hidden + layer if checkpointing else sizes.layers * layer
 
 
 def largest_pass(
-    model: "nn.Module", *, free: float, word: int, checkpointing: int, trains: bool
+    model: "nn.Module", *, free: float, word: int, checkpointing: bool, trains: bool
 ) -> int:
     """Return the number of tokens in the largest pass whose activations need at most `free` bytes.
 

@@ -183,7 +183,7 @@ class PictureReader:
 
 
 _PIXELS = -1
-"""The number that stands for a token of a picture's pixels in the store. Some processors write
+"""The number in the store that represents a token of a picture's pixels. Some processors write
 other tokens between these.
 """
 _INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
@@ -290,8 +290,8 @@ class PictureInputs:
     def _rows(self, model: Any, tokens: Tensor, start: int) -> tuple[Tensor, _Features]:
         """Return the places of picture tokens in `tokens[start:]`, and their features.
 
-        The k-th token of a picture has the feature row k modulo the number of its tokens, because a
-        sequence may have the picture several times.
+        A sequence may have a picture several times. So the k-th token of this picture in the
+        sequence has the feature row k modulo the number of tokens of one copy.
         """
         places, found = [torch.empty(0, dtype=torch.long)], []
         for number in numbers_in(tokens[start:].tolist()):
@@ -373,7 +373,7 @@ class PictureProbe:
         return [model(input_ids=tokens, use_cache=False, **options).logits[0]]
 
     def packed(self, model: Any, run: Callable[..., Tensor]) -> list[Tensor]:
-        """Return the logits `[n, V]` of a pass in which the text is packed with two others.
+        """Return the logits `[n, V]` of a pass in which the text is packed with two other texts.
 
         `run` is `forward.run_model`.
         """

@@ -146,8 +146,8 @@ class Policy:
             packability = self._compute_apart(refusal)
         self._plain_head = packability.plain_head
         self.packing_noise = packability.noise
-        """Largest change of a log-probability, in nats, by other sequences in the same pass. It was
-        measured when the model was loaded. 0 in a dense model.
+        """Largest change of a log-probability, in nats, that other sequences in the same pass
+        cause. It was measured when the model was loaded. 0 in a dense model.
         """
         if self._is_sharded:
             sharding.prepare_passes(model, plain_head=self._plain_head)
@@ -235,7 +235,7 @@ class Policy:
             self.pictures.store.open(run / PICTURES)
 
     def _compute_apart(self, refusal: ConfigError) -> Packability:
-        """From now on, compute each sequence in a forward pass of its own.
+        """Make all later passes compute each sequence in a forward pass of its own.
 
         `refusal` says why sequences cannot be packed. Raises ConfigError if the model's
         log-probabilities are wrong in this way, too, or if ranks divide the tokens of a pass.
@@ -278,7 +278,9 @@ class Policy:
 
     @property
     def _whole(self) -> Any:
-        """The model without its output head. The whole model if the head is not one linear map."""
+        """The model without its output head. The whole model if the head is not a single linear
+        map.
+        """
         return self.model.base_model if self._plain_head else self.model
 
     def set_forward_options(self, passes: ForwardOptions) -> None:
@@ -296,7 +298,7 @@ class Policy:
         if passes.compile and self.pictures:
             raise ConfigError("trainer.compile must be false with a policy that reads pictures")
         if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
-            checkpoint_layers(self.model, passes.gradient_checkpointing)
+            checkpoint_layers(self.model)
         before = (self.passes.quantise, self.passes.published_dtype)
         if self.passes.quantise == "none":
             quantise_passes(self.model, passes.quantise, DTYPES[passes.published_dtype])
@@ -375,7 +377,7 @@ class Policy:
 
     @property
     def merging(self) -> Merging | None:
-        """What an engine must know to add the LoRA adapters to its base weights.
+        """The data with which an engine adds the LoRA adapters to its base weights.
 
         None without adapters.
         """
@@ -437,7 +439,7 @@ class Policy:
             self.version = version
 
     def lag(self, version: Tensor | int) -> Tensor:
-        """Return how many batches the policy was trained on since each `version`."""
+        """Return the number of batches that the policy was trained on since each `version`."""
         return lag_of(torch.as_tensor(version), at=self._version, version_gaps=self.version_gaps)
 
     @property
@@ -527,8 +529,9 @@ class Policy:
         """Return the weights of the model's folder as float32, by name, on the CPU.
 
         An optimizer with float32 weights starts from them, because a model in bfloat16 or float16
-        has lost digits. Return {} if the model has lost none, if its weights have changed since
-        loading, if it is sharded (its parts are float32 already), or if it has LoRA adapters.
+        has lost digits. Return {} if the model has lost none, or if its weights have changed since
+        loading. Also return {} for LoRA adapters, and for a sharded model, whose parts are float32
+        already.
         """
         if self._folder is None or self._is_sharded or self.lora:
             return {}
@@ -795,8 +798,8 @@ class Policy:
         """Return the hidden states `[R, H]` that predict some tokens, and the output head.
 
         The tokens are those in the mask `where` (`[T]` bool) that do not begin a sequence. If the
-        head is more than one linear map, return logits and the identity instead. Raises ValueError
-        for a sharded model.
+        output head is not a single linear map, return logits and the identity instead. Raises
+        ValueError for a sharded model.
         """
         if self._is_sharded:
             raise ValueError("teacher_rows needs a whole model")
@@ -807,19 +810,22 @@ class Policy:
         return self._run_model(self._body, run, rows, self._plain_head), head
 
     @torch.no_grad()
-    def next_logps(self, tokens: Sequence[int], *, temperature: float) -> Tensor:
-        """Return the log-probability `[V]` of every token of the vocabulary after `tokens`.
+    def logps_after(
+        self, tokens: Sequence[int], lengths: Sequence[int], *, temperature: float
+    ) -> Tensor:
+        """Return the log-probability `[N, V]` of every token of the vocabulary after each of N
+        beginnings of `tokens`, which have these lengths. They are computed in one forward pass.
 
-        Raises ValueError for a sharded model, and if `tokens` is empty.
+        Raises ValueError for a sharded model, and for lengths below 1 or above that of `tokens`.
         """
-        if self._is_sharded or not tokens:
-            raise ValueError("next_logps needs a whole model and at least one token")
+        if self._is_sharded or not all(0 < each <= len(tokens) for each in lengths):
+            raise ValueError("logps_after needs a whole model and at least one token")
         run = self.prefix_tree(Packed(torch.tensor(tokens), (0, len(tokens))))
-        last = run.place[-1:].to(self.device)
+        last = run.place[torch.tensor(lengths) - 1].to(self.device)
         with self._weights_in_model():
             rows = self._run_model(self._body, run, last, self._plain_head)
             logits = self.model.get_output_embeddings()(rows) if self._plain_head else rows
-        whole = logits[0].to(wide(self.dtype))
+        whole = logits.to(wide(self.dtype))
         scaled = (whole if self._logit_bias is None else whole + self._logit_bias) / temperature
         return scaled.log_softmax(-1).cpu()
 
@@ -982,7 +988,10 @@ class Policy:
         return Scored(self.peers.sum(values), total)
 
     def require_layer(self, depth: float) -> None:
-        """Raise ConfigError if `hidden_means` does not support this model. `depth` is as there."""
+        """Raise ConfigError if `hidden_means` does not support this model.
+
+        `depth` chooses the layer, as a share of the number of layers.
+        """
         find_layer(self.model, depth)
 
     @torch.no_grad()

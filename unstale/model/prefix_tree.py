@@ -72,7 +72,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The N tokens of one forward pass, for sequences with T tokens in all.
+    """The N tokens of one forward pass, for sequences with a total of T tokens.
 
     N may be smaller than T, because shared prefixes appear once. N is a multiple of `ROUND`, so the
     last tokens may be padding.

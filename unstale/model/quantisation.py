@@ -75,7 +75,9 @@ class Format:
         return codes.view(torch.int8), scales.squeeze(-1).squeeze(-2)
 
     def unpack(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rounded weight from the results of `pack`. It has the bits of `weight`."""
+        """Return the rounded weight from the results of `pack`. It equals that of `weight` bit for
+        bit.
+        """
         values = _blocks(codes.view(self.stored).float(), *self.weight_block)
         return _joined(values * scales[..., :, None, :, None], codes.shape).to(dtype)
 

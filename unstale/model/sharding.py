@@ -224,7 +224,10 @@ def by_mesh(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def one_number(*, like: Tensor) -> Tensor:
-    """Return a tensor with one zero, of the same dtype as `like`, and divided like it."""
+    """Return a zero tensor `[1]` with the dtype and device of `like`.
+
+    If `like` is a `DTensor`, so is the result, with the same device mesh and placements.
+    """
     zero = torch.zeros(1, dtype=like.dtype, device=like.device)
     if not isinstance(like, DTensor):
         return zero

@@ -8,8 +8,8 @@ from unstale.config.checks import NonNegative, Range, Share
 from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs
 
 LOOSE_ABOVE = "S from above where A < 0: the loss of a token that became likelier has no limit"
-"""Part of a sentence about an objective, which says where the ratio S has no limit. Use it for
-objectives that remove a token's gradient only if S has moved in the direction of the advantage A.
+"""Part of a sentence about an objective, which says where the ratio S has no limit. For objectives
+that remove a token's gradient only if S has moved in the direction of the advantage A.
 """
 
 
@@ -93,12 +93,12 @@ class Gspo(PpoClip):
 
 @dataclass(frozen=True, kw_only=True)
 class DualClip(ClippedObjective):
-    """PPO's clipped loss, with a further limit on the loss where the advantage is negative."""
+    """PPO's clipped loss, with an upper limit on the loss where the advantage is negative."""
 
     loss_type: str = "dual_clip"
     dual_clip: Annotated[float, Range(above=1)] = 3.0
-    """Limit of the loss where the advantage A is negative, as a multiple of |A|. 1 would stop
-    tokens with S = 1, too.
+    """Limit of the loss where the advantage A is negative, as a multiple of |A|. With 1, even
+    tokens with S = 1 would have no gradient.
     """
 
     docs: ClassVar = ObjectiveDocs(
@@ -126,7 +126,7 @@ class DualClip(ClippedObjective):
 
 @dataclass(frozen=True, kw_only=True)
 class Cispo(ClippedObjective):
-    """REINFORCE weighted by the clipped staleness ratio. Clipped tokens keep a gradient."""
+    """REINFORCE weighted by the clipped staleness ratio. Tokens beyond a limit keep a gradient."""
 
     loss_type: str = "cispo"
     stops: ClassVar[bool] = False

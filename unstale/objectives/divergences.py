@@ -22,7 +22,7 @@ class ByDivergence(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Dppo(ByDivergence):
-    """A weight S = pi / pi_old, and a limit on the divergence of pi from pi_old at the token."""
+    """REINFORCE with the weight pi / pi_old and a limit on each token's divergence from pi_old."""
 
     loss_type: str = "dppo"
     divergence: Literal["tv", "kl"] = "tv"
@@ -62,7 +62,8 @@ class Dppo(ByDivergence):
         )
 
     def thresholds(self) -> Iterator[float]:
-        """Yield the smallest log S at which a token may be stopped, for each limit.
+        """Yield the smallest log S at which a token can lose its gradient, for each of the two
+        limits.
 
         S is pi / pi_old. For `kl`, this is the value for a token with probability 1/2.
         """
@@ -83,7 +84,7 @@ class Dppo(ByDivergence):
 
 @dataclass(frozen=True, kw_only=True)
 class Drpo(ByDivergence):
-    """A weight S = pi / pi_old that fades as a token's probability changes, and turns back."""
+    """REINFORCE with a weight that shrinks, then turns negative, as a probability changes."""
 
     loss_type: str = "drpo"
     drpo_delta: Positive = 0.2
@@ -119,7 +120,7 @@ class Drpo(ByDivergence):
 
 @dataclass(frozen=True, kw_only=True)
 class Vaco(ByDivergence):
-    """A weight S = pi / pi_old, and a limit on the total variation of a sequence."""
+    """REINFORCE with the weight pi / pi_old and a limit on a sequence's total variation."""
 
     loss_type: str = "vaco"
     vaco_delta: Positive = 0.2

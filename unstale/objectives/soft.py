@@ -15,11 +15,11 @@ class Sapo(ObjectiveConfig):
 
     loss_type: str = "sapo"
     tau_pos: Positive = 1.0
-    """How fast the gradient fades as the staleness ratio pi / pi_old leaves 1, for positive
+    """Rate at which the gradient shrinks as the staleness ratio pi / pi_old leaves 1, for positive
     advantages.
     """
     tau_neg: Positive = 1.05
-    """How fast the gradient fades as the staleness ratio pi / pi_old leaves 1, for negative
+    """Rate at which the gradient shrinks as the staleness ratio pi / pi_old leaves 1, for negative
     advantages.
     """
 
@@ -42,7 +42,7 @@ class Sapo(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Vespo(ObjectiveConfig):
-    """REINFORCE with a soft weight of the whole sequence, computed from its ratio pi / pi_old."""
+    """REINFORCE with a smooth weight of each sequence, computed from its ratio pi / pi_old."""
 
     loss_type: str = "vespo"
     vespo_k_pos: NonNegative = 2.0
@@ -50,15 +50,13 @@ class Vespo(ObjectiveConfig):
     W is the product of its staleness ratios.
     """
     vespo_lambda_pos: Positive = 3.0
-    """The rate lambda of the weight W^k exp(lambda (1 - W)) of a sequence, for advantages of 0 or
-    more.
-    """
+    """The rate lambda of the weight W^k exp(lambda (1 - W)) of a sequence, for advantages >= 0."""
     vespo_k_neg: NonNegative = 3.0
-    """The power k of the weight W^k exp(lambda (1 - W)) of a sequence, for negative advantages."""
-    vespo_lambda_neg: Positive = 2.0
-    """The rate lambda of the weight W^k exp(lambda (1 - W)) of a sequence, for negative
-    advantages.
+    """The power k of the weight W^k exp(lambda (1 - W)) of a sequence, for negative advantages. W
+    is as in `vespo_k_pos`.
     """
+    vespo_lambda_neg: Positive = 2.0
+    """The rate lambda of the weight W^k exp(lambda (1 - W)) of a sequence, for advantages < 0."""
 
     docs: ClassVar = ObjectiveDocs(
         loss="-sg(W^k exp(lambda (1 - W))) A log pi, where W is the product of S over the sequence",
@@ -83,7 +81,8 @@ class Vespo(ObjectiveConfig):
         return f"a weight S^k exp(lambda (1 - S)) ({pairs})"
 
     def thresholds(self) -> Iterator[float]:
-        """Yield the log W above 0 at which 7% of the weight remain, for each sign of the advantage.
+        """Yield the log W above 0 at which the weight has fallen to 7%, for each sign of the
+        advantage.
 
         W is the product of a sequence's ratios pi / pi_old.
         """
@@ -107,9 +106,7 @@ class PulledBack(ObjectiveConfig):
 
     @property
     def pull(self) -> float:
-        """The coefficient of (log S)^2 / 2 in the loss, where S = pi / pi_old is the staleness
-        ratio.
-        """
+        """The coefficient of (log S)^2 / 2 in the loss, where S is the ratio pi / pi_old."""
         raise NotImplementedError
 
     def limit(self) -> str:

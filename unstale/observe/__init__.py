@@ -36,7 +36,7 @@ class RunRecorder(Protocol):
         """Show the run's current activity `text` on the live display, with progress `done` of
         `total`.
 
-        `detail` returns a text on what the run waits for. It is called repeatedly.
+        `detail` returns a text that says what the run waits for. It is called repeatedly.
         """
         ...
 
@@ -52,8 +52,9 @@ class RunRecorder(Protocol):
     ) -> None:
         """Record a sample of the tokens that step `step` trained on.
 
-        `points` has a row for each token: lag, log_d (old_logp - behavior_logp) and log_s (logp -
-        old_logp). `events` are log entries of the method that computes old log-probabilities.
+        `points` has a row for each token of the sample: its lag (age of the version that sampled
+        it, in versions), log_d (old_logp - behavior_logp) and log_s (logp - old_logp). `events` are
+        log entries of the method that computes old log-probabilities.
         """
         ...
 

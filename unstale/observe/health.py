@@ -1,6 +1,4 @@
-"""Checks of a run's metrics for signs that it cannot learn, such as batches without an
-advantage.
-"""
+"""Checks of a run's metrics for signs that it cannot learn, such as advantages that are all 0."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -21,13 +19,14 @@ steps, or below `NO_ENTROPY` nats per token.
 """
 
 FAINT = 1e-7
-"""Gradient norm below which the optimizer hardly changes weights, because Adam's divisor is at
-least its epsilon of 1e-8.
+"""Gradient norm below which Adam hardly changes weights, because each weight's gradient is then
+small beside Adam's epsilon of 1e-8.
 """
 
 LEAST_DUE, LOST = 2e-4, 0.6
-"""Updates count as lost to rounding if fewer than `LOST` of the weights that a step should change
-do change. The check needs at least the share `LEAST_DUE` of all weights that should change.
+"""A step's updates count as lost to rounding if, of the weights that should change, less than the
+share `LOST` has changed. The check is made only if more than the share `LEAST_DUE` of all weights
+should change.
 """
 
 Row = Mapping[str, Any]
@@ -35,15 +34,15 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check of each step's metrics for one sign that a batch teaches nothing or too little."""
+    """A check of each step's metrics for one sign that a run learns nothing or too little."""
 
     name: str
     title: str
     """Text for a check that passes: what is right about the run."""
     holds: Callable[[Row, float], bool | None]
-    """A function that returns True if a step's metrics show the sign, and None if they cannot show
-    it. Its arguments are the metrics and `TrainingHealth.first_entropy`. It raises KeyError if a
-    metric is missing.
+    """A function that gets a step's metrics and `TrainingHealth.first_entropy`. It returns True if
+    the metrics show the sign, and None if they cannot show it. It raises KeyError if a metric is
+    missing.
     """
     text: str
     """Text for the user if the check fails: what was found and what to do. Names of metrics in
@@ -51,10 +50,10 @@ class Check:
     """
     in_a_row: int = IN_A_ROW
     least: int = 1
-    """Smallest number of steps that have the needed metrics, before the check can pass."""
+    """The check can pass only after this number of steps with the metrics that it needs."""
     from_start: bool = False
-    """True if the check fails as soon as the first step shows the sign. If a later step does not
-    show it, the check no longer counts as failed.
+    """True if the check fails already when the first step shows the sign. This failure is withdrawn
+    if one of the steps up to number `in_a_row` does not show it.
     """
 
 
@@ -67,7 +66,7 @@ class Finding:
     step: int
     """The first of the successive steps that showed the sign and made the check fail."""
     steps: int
-    """Number of steps of the run that showed the sign."""
+    """Number of steps that showed the sign, from `step` on."""
 
 
 def _value(row: Row, name: str) -> float:
@@ -177,12 +176,10 @@ class TrainingHealth:
     _entropies: list[float] = field(default_factory=list)
     _streaks: dict[str, int] = field(default_factory=dict)
     _told: dict[str, int] = field(default_factory=dict)
-    """By name of the check: the number of steps that had the metrics that it needs."""
+    """Number of steps that had the metrics that a check needs, by the check's name."""
 
     def passed(self, check: Check) -> bool | None:
-        """Return True if a check passed, False if it failed, and None if too few steps had its
-        metrics.
-        """
+        """Return whether a check passed. None if too few steps had the metrics that it needs."""
         if check.name in self.findings:
             return False
         enough = self._told.get(check.name, 0) >= max(check.least, check.in_a_row)
@@ -230,10 +227,7 @@ def examine(rows: Iterable[Row]) -> TrainingHealth:
 
 
 def _fill(text: str, row: Row) -> str:
-    """Return `text` with the values of metrics that it names in braces.
-
-    Shares become percentages.
-    """
+    """Return `text` with each metric's name in braces replaced by its value, shares in percent."""
     for name, value in row.items():
         if f"{{{name}}}" in text:
             shown = percent(number(value)) if name.endswith("_share") else amount(number(value))

@@ -25,10 +25,7 @@ class HeldOut:
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Self | None:
-        """Return the result in an event of the run's log.
-
-        None if it is no event of an evaluation.
-        """
+        """Return the result in an event of the run's log. None if it is another kind of event."""
         share, step, tasks, failed = (
             number(event.get(name)) for name in ("success", "step", "tasks", "failed")
         )
@@ -38,10 +35,7 @@ class HeldOut:
 
     @classmethod
     def of_metrics(cls, row: Mapping[str, Any]) -> Self | None:
-        """Return the result in a step's metrics.
-
-        None if there was no evaluation after this step.
-        """
+        """Return the result in a step's metrics. None if there was no evaluation after it."""
         names = {"success": "success_rate", "tasks": "tasks", "failed": "failed_tasks"}
         event = {field: row.get(f"eval/{name}") for field, name in names.items()}
         return cls.of_event({"step": row.get("step"), **event})
@@ -60,9 +54,7 @@ class HeldOut:
 
     @property
     def about(self) -> str:
-        """Text with the 95% interval of `success`, and the number of failed tasks if some
-        failed.
-        """
+        """Text with the 95% interval of `success`, and the number of failed tasks if any."""
         if self.success is None:
             return f"all {self.tasks} tasks failed"
         parts = []
@@ -75,7 +67,7 @@ class HeldOut:
 
     @property
     def counts(self) -> str:
-        """Short text with the number of tasks and the 95% interval. Empty if they are not known.
+        """Short text with the number of tasks and the 95% interval. Empty if neither is known.
 
         >>> HeldOut(3, 0.5, 4).counts, HeldOut(3, None, 4).counts, HeldOut(3, 0.5, 4, 1).counts
         ('4 tasks, 15% to 85%', 'all 4 tasks', '4 tasks, 1 failed, 15% to 85%')
@@ -93,13 +85,14 @@ class HeldOut:
 
     @property
     def when(self) -> str:
-        return f"after {self.step} steps" if self.step else "before training"
+        counted = "1 step" if self.step == 1 else f"{self.step} steps"
+        return f"after {counted}" if self.step else "before training"
 
 
 def held_out(events: Iterable[Mapping[str, Any]]) -> list[HeldOut]:
     """Return the results of evaluations in the events of a run's log, by step.
 
-    A resumed run may repeat an evaluation. Then the last one of the step counts.
+    A resumed run may repeat an evaluation. Then only the last result of the step is returned.
     """
     found = {each.step: each for event in events if (each := HeldOut.of_event(event))}
     return [found[step] for step in sorted(found)]
@@ -108,7 +101,7 @@ def held_out(events: Iterable[Mapping[str, Any]]) -> list[HeldOut]:
 def improved(evaluations: Sequence[HeldOut]) -> bool:
     """Return True if the success of the last evaluation is above that of the first.
 
-    False if there is none, or one of the two failed.
+    False if there is no evaluation, or one of these two failed.
     """
     shares = [each.success for each in (*evaluations[:1], *evaluations[-1:])]
     return bool(shares) and None not in shares and shares[-1] > shares[0]  # type: ignore[operator]
@@ -130,11 +123,11 @@ class Outcome:
 def outcome(
     evaluations: Sequence[HeldOut], rollouts: Sequence[float], asked: Any = None
 ) -> Outcome | None:
-    """Return the success before and after training, from evaluations if there are any.
+    """Return the success before and after training, in evaluations if there are any.
 
-    Without evaluations, it is that of training episodes: `rollouts` has the share of successful
-    ones in each step. `asked` is the value of the option `eval.tasks`. None if there are no
-    evaluations and fewer than two steps.
+    Otherwise it is the success in training episodes: `rollouts` has the share of successful ones in
+    each step. `asked` is the value of the option `eval.tasks`. None if there are no evaluations and
+    fewer than two steps.
     """
     if not evaluations:
         return _of_rollouts(rollouts)
@@ -163,10 +156,10 @@ def _of_rollouts(rollouts: Sequence[float]) -> Outcome | None:
 
 
 def remarks(evaluations: Sequence[HeldOut], changes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return sentences about evaluations that failed, and about changes of the data set of the
+    """Return sentences about evaluations that failed, and about resumes with another data set of
     tasks.
 
-    `changes` are the log's events of resumes with another data set.
+    `changes` are the events of such resumes in the run's log.
     """
     failed = [f"The evaluation {each.when} failed." for each in evaluations if each.success is None]
     changed = [

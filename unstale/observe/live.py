@@ -24,15 +24,11 @@ from unstale.stop_signals import cursor_while_stopped
 
 HISTORY = 400
 RECENT = 5
-"""Number of last steps over whose values the display averages."""
+"""Number of most recent steps over which the display averages values."""
 WIDE = 100
-"""Smallest width of a terminal, in characters, for which the two parts of the panel are side by
-side.
-"""
+"""Smallest width of a terminal, in characters, at which the panel's two parts are side by side."""
 ROOMY = 30
-"""Smallest height of a terminal, in lines, for which empty lines separate the parts of the
-panel.
-"""
+"""Smallest height of a terminal, in lines, at which empty lines separate parts of the panel."""
 GENERATION, TRAINING, GOOD, WARN, QUIET = "cyan", "magenta", "green", "yellow", "bright_black"
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -40,7 +36,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 def sparkline(
     values: Sequence[float], width: int, low: float | None = None, high: float | None = None
 ) -> str:
-    """Return the values as a text of bars, one character each.
+    """Return a bar chart of the values as text, with one character for each bar.
 
     Bars range from `low` to `high`, by default the smallest and the largest value. If there are
     more than `width` values, adjacent ones are averaged.
@@ -147,8 +143,9 @@ class LiveDisplay:
     ) -> None:
         """Show an activity such as "evaluating the base policy", with progress `done` of `total`.
 
-        With an empty text, the current step is shown. `detail` returns a text on what the run waits
-        for. It is called repeatedly, possibly in another thread, so it must be thread-safe.
+        With an empty text, the current step is shown. `detail` returns a text that says what the
+        run waits for. It is called repeatedly, possibly in another thread, so it must be
+        thread-safe.
         """
         with self._lock:
             self._phase, self._detail = (text, done, total), detail
@@ -218,9 +215,6 @@ class LiveDisplay:
         self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def _beat(self) -> None:
-        """Print a line whenever none was printed for `quiet_s` seconds. Runs until the display
-        ends.
-        """
         while not self._stopped.wait(max(0.05, self._quiet_s - self._silent_for())):
             with self._lock:
                 if self._silent_for() >= self._quiet_s:
@@ -233,7 +227,6 @@ class LiveDisplay:
 
 
 def _one_line(text: str) -> str:
-    """Return text in one line, with control characters as escapes."""
     return show_controls(text).replace("\n", " ").replace("\t", " ")
 
 
@@ -414,9 +407,7 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> str:
-    """Return the line that is printed for a step without a terminal. `took` is its duration in
-    seconds.
-    """
+    """Return the line that is printed for a step without a terminal. `took` is its seconds."""
     row = rows[-1]
     parts = [f"step {int(number(row.get('step')) or 0)}/{config.max_steps}"]
     if evaluation := HeldOut.of_metrics(row):

@@ -35,9 +35,7 @@ class EventLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The receivers of a run's metrics besides its journal: run folder, live display and
-    trackers.
-    """
+    """The receivers of a run's metrics besides its journal: run folder, display and trackers."""
 
     log: RunLog
     watcher: Watcher
@@ -64,7 +62,8 @@ class Recorder:
     ) -> None:
         """Create the log. `decode` turns tokens into text.
 
-        For a resumed run, the checks of `health` begin with the metrics in the run folder.
+        If the run is resumed, the checks of `health` also count its earlier steps, from the run
+        folder.
         """
         self._log = outputs.log
         self._watcher = outputs.watcher
@@ -73,9 +72,7 @@ class Recorder:
         self._decode = decode
         self._health = examine(read_jsonl(self._log.path / METRICS))
         self._shown: set[tuple[str, bool]] = set()
-        """Failures that the terminal has shown: text, and True if the episode was not tried
-        again.
-        """
+        """Failures that the terminal has shown: text, and True if not tried again."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         row = {"time_s": round(self._log.seconds, 3), **metrics}
@@ -90,15 +87,13 @@ class Recorder:
         self._report_failed_trackers()
 
     def sample(self, step: int, groups: "Sequence[Group]") -> None:
-        """Send one of the batch's episodes as text to the trackers, if `TEXT_EVERY` steps have
-        passed.
+        """Send one of the batch's episodes as text to the trackers, at step 1 and every
+        `TEXT_EVERY` steps.
         """
         self._trackers.sample(step, groups, self._decode)
 
     def close(self, outcome: RunOutcome) -> None:
-        """Close the trackers and tell them how the run ended. The caller closes journal and run
-        folder.
-        """
+        """Close the trackers, which get `outcome`. The caller closes journal and run folder."""
         self._trackers.close(outcome)
         self._report_failed_trackers()
 
@@ -161,7 +156,7 @@ class Recorder:
         self._watcher.note(f"{what} {text}{'; it is not tried again' * final}")
 
     def held_out_failure(self, episode: int, failure: "Failure", final: bool) -> None:
-        """Log an evaluation's episode whose environment failed.
+        """Log an episode of an evaluation whose environment failed.
 
         The log does not get the number `episode`, because episodes of an evaluation have the same
         numbers as training episodes.
@@ -190,7 +185,7 @@ class Recorder:
 
 
 def _to_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return rows with equal keys as columns of numbers, rounded to six significant digits."""
+    """Return rows with equal keys as a list of numbers for each key, rounded to six digits."""
     if not rows:
         return {}
     return {name: [float(f"{row[name]:.6g}") for row in rows] for name in rows[0]}

@@ -12,7 +12,7 @@ from unstale.observe.words import mapping, number
 
 
 def last_stop(events: Iterable[Row]) -> Row:
-    """Return the event that ended a run, from the events of its log. Its `reason` says how.
+    """Return the last event of a run's log that says how the run ended, in its `reason`.
 
     Empty if the run has not ended, or was resumed after this event.
 
@@ -61,9 +61,9 @@ def histogram(row: Mapping[str, Any]) -> dict[int, float]:
 
 
 def by_lag(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
-    """Return the numbers in pairs of a lag (staleness in versions) and a number, by lag.
+    """Return a dict from lag (staleness in versions) to number, from pairs of both.
 
-    Pairs without a number, or without a lag of at most two digits, are left out.
+    Pairs are left out if the number is missing, or if the lag is not a number of one or two digits.
 
     >>> by_lag([("0", 3), ("x", 1), ("2", None), (1, 4.5)])
     {0: 3.0, 1: 4.5}

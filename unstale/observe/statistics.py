@@ -4,8 +4,10 @@ scipy is imported by the functions that need it, because that takes a fifth of a
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
 POWER = 0.8
 """Probability with which a planned comparison should find a true difference.
@@ -23,7 +25,8 @@ def wilson(share: float, number: int) -> tuple[float, float]:
     """Return the 95% confidence interval of a share of successes among `number` trials (Wilson
     1927).
 
-    If `share` is a mean of numbers between 0 and 1, the interval is wide enough.
+    `share` may also be a mean of numbers between 0 and 1. Then the interval is too wide, if
+    anything.
 
     >>> low, high = wilson(0.5, 256)
     >>> round(low, 4), round(high, 4)
@@ -62,44 +65,28 @@ class PairedDifference:
         half = self._critical(alpha, self.n) * self.sd / math.sqrt(self.n)
         return self.mean - half, self.mean + half
 
-    def detectable(self, alpha: float, power: float = POWER) -> float:
-        """Return the smallest true mean that a test with `n` pairs finds with probability `power`.
+    def detectable(self, alpha: float) -> float:
+        """Return the smallest true mean that a test with `n` pairs finds with probability `POWER`.
 
         `alpha` is the significance level. The true standard deviation is assumed to be `sd`.
         """
-        low, high = 0.0, self.sd
-        while self._power(high, alpha, self.n) < power:
-            low, high = high, 2 * high
-        while high - low > 1e-6 * high:
-            middle = (low + high) / 2
-            if self._power(middle, alpha, self.n) < power:
-                low = middle
-            else:
-                high = middle
-        return high
+        from scipy.special import nctdtrinc
 
-    def pairs_needed(self, true: float, alpha: float, power: float = POWER) -> int:
+        shift = float(nctdtrinc(self.n - 1, 1 - POWER, self._critical(alpha, self.n)))
+        return shift * self.sd / math.sqrt(self.n)
+
+    def pairs_needed(self, true: float, alpha: float) -> int:
         """Return the number of pairs for which a test finds the true mean `true` with probability
-        `power`.
+        `POWER`.
 
         `alpha` is the significance level. The true standard deviation is assumed to be `sd`.
         """
-        few, enough = 1, 2
-        while self._power(true, alpha, enough) < power:
-            few, enough = enough, 2 * enough
-        while enough - few > 1:
-            middle = (few + enough) // 2
-            if self._power(true, alpha, middle) < power:
-                few = middle
-            else:
-                enough = middle
-        return enough
 
-    def _power(self, true: float, alpha: float, n: int) -> float:
-        from scipy.special import nctdtr
+        def finds(pairs: int) -> bool:
+            return replace(self, n=pairs).detectable(alpha) <= true
 
-        shift = true * math.sqrt(n) / self.sd
-        return 1 - float(nctdtr(n - 1, shift, self._critical(alpha, n)))
+        enough = next(2**power for power in count(1) if finds(2**power))
+        return bisect_left(range(enough), True, lo=enough // 2, key=finds)
 
     @staticmethod
     def _critical(alpha: float, n: int) -> float:
@@ -109,10 +96,10 @@ class PairedDifference:
 
 
 def paired_difference(values: Sequence[float]) -> PairedDifference | None:
-    """Return mean and standard deviation of `values`, the differences between the two values of
-    pairs.
+    """Return mean and standard deviation of `values`, each the difference of the two values of a
+    pair.
 
-    None if no two values differ by more than rounding errors, because a test would take the
+    None if no two differences differ by more than rounding errors, because a test would take the
     standard deviation to be 0.
 
     >>> paired_difference([0.1, 0.3 - 0.2]), paired_difference([0.1])
@@ -129,8 +116,8 @@ def holm(p_values: Sequence[float], number: int) -> list[float]:
     """Return p-values adjusted for a family of `number` tests (Holm 1979).
 
     A test is significant at 5% if its adjusted p-value is below 0.05. The chance of any false
-    result in the family is then at most 5%, also if the tests depend on each other. Tests that have
-    no p-value yet, `number` minus `len(p_values)`, count with p = 1.
+    result in the family is then at most 5%, even if the tests depend on each other. Planned tests
+    without a p-value yet (`number` minus `len(p_values)`) count with p = 1.
 
     >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03, 0.005], 4)]
     [0.03, 0.06, 0.06, 0.02]

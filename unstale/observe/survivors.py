@@ -1,7 +1,8 @@
 """Compare episodes that were trained on with those that were lost, as text and as a table.
 
-An attempt is one try at an episode. It is lost if it failed, or if a resume started it again. If
-long attempts are lost more often, training prefers short episodes.
+An attempt is one run of an episode, which may have several. An attempt is lost if it failed, or if
+a resumed run started the episode again. If long attempts are lost more often, training prefers
+short episodes.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ FATES = {
     "restarted": "restarted on resume",
     "open": "open",
 }
-"""Ends of an attempt at an episode (`journal.survivors.FATES`), each with its text in tables."""
+"""Possible ends of an attempt at an episode, each with its text in tables."""
 LOST = frozenset({"failed", "given_up", "restarted"})
 
 LOST_LEAST, LOST_ERRORS = 10, 3
@@ -35,8 +36,9 @@ them and the mean lengths differ by more than `LOST_ERRORS` standard errors.
 def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
     """Compare the lengths of lost and of kept attempts at the episodes of an environment.
 
-    `place` is an entry of "places" of `journal.survivors`. Return a sentence, and True if long
-    attempts are lost more often, which biases training.
+    `place` has the statistics of one environment: an item of the list "places" that
+    `journal.survivors` returns. Return a sentence, and True if long attempts are lost more often,
+    which biases training.
 
     >>> means = {"lost": 30, "kept": 970, "lost_mean": 412.0, "kept_mean": 196.0, "se": 20.0}
     >>> survivorship({"kinds": {"failed": {}}, "contrast": means})[0].split(" (")[0]
@@ -60,18 +62,18 @@ def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
     return shorter + "Their full length is not known.", False
 
 
-HEAD = ("", "attempts", "mean tokens", "p10 · p50 · p90", "mean turns", "success")
+HEAD = ("", "attempts", "tokens", "p10 · p50 · p90", "turns", "success")
 
 
 def terminal_table(survivors: Mapping[str, Any]) -> RenderableType:
-    """Return a table for a terminal with the statistics of `journal.survivors`.
+    """Return a table for a terminal with the statistics that `journal.survivors` returns.
 
-    Each environment has a row for all attempts, then one for each end of attempts.
+    Each environment has a row for all attempts, then a row for each possible end of an attempt.
     """
-    title = "Generated and trained-on episodes"
+    title = "Generated and trained-on episodes: mean tokens and turns"
     shown = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE)
     for column in HEAD:
-        shown.add_column(column, justify="right" if column else "left", no_wrap=True)
+        shown.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
     sentences = []
     for place in survivors["places"]:
         name = f"{place['env']}/{place['split']}"[:80]

@@ -1,6 +1,4 @@
-"""Numbers as texts, and the bottleneck of a run as a sentence, for terminal, report and
-dashboard.
-"""
+"""Numbers as texts, and a run's bottleneck as a sentence, for terminal, report and dashboard."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,7 +31,7 @@ def mapping(value: Any) -> Mapping[str, Any]:
 
 
 def records(value: Any, limit: int) -> list[dict[str, Any]]:
-    """Return the dicts among the first `limit` items of a list. Empty if `value` is no list."""
+    """Return the dicts among the first `limit` items of a list. Empty if `value` is not a list."""
     items = value[:limit] if isinstance(value, list | tuple) else ()
     return [item for item in items if isinstance(item, dict)]
 
@@ -127,8 +125,9 @@ _WORK = {
     "checkpoint/duration_s": "Checkpointing",
     "publish/duration_s": "Publishing",
 }
-"""Activities of the trainer, by the metric that has their seconds. The last three can overlap with
-the first two. So each counts at most for the part of a step's time that the earlier ones leave.
+"""Names of the trainer's activities, by the metric with the seconds of each. The last three can
+overlap with the first two. So each activity counts only for the time of a step that no earlier
+activity in this list has taken.
 """
 
 
@@ -143,13 +142,13 @@ class Waiting:
     trainer: float | None
     engine: float | None
     work: Mapping[str, float] = field(default_factory=dict)
-    """Share of the trainer's time that each of its activities took."""
+    """Share of the trainer's time that each of its activities took, by name."""
     tools: float | None = None
-    """Share of their time that training episodes waited for tools and rewards."""
+    """Share of their time in which training episodes waited for tools and rewards."""
     eval_tools: float | None = None
-    """Share of their time that held-out episodes waited for tools and rewards."""
+    """Share of their time in which held-out episodes waited for tools and rewards."""
     finished: float | None = None
-    """Share of the unused groups that were finished and only waited for older ones."""
+    """Share of the groups in flight that were finished and only waited for older groups."""
     synchronous: bool = False
 
     @property
@@ -157,9 +156,9 @@ class Waiting:
         """The bottleneck of the run, a key of `BOTTLENECKS`. Empty if there is none or it is not
         known.
 
-        If the trainer hardly waits, it is the trainer's longest activity. If the trainer waits and
-        the engine is busy, it is generation. If both wait, it is tools, the limit on staleness or
-        synchronous training.
+        If the trainer hardly waits, the bottleneck is the trainer's longest activity. If the
+        trainer waits and the engine is busy, it is generation. If both wait, it is tools, the limit
+        on staleness or synchronous training.
         """
         trainer = self.trainer or 0.0
         engine = self.engine or 0.0
@@ -181,8 +180,8 @@ class Waiting:
         return "The staleness budget" if held_back else "Tools and rewards"
 
     def _named(self, activity: str) -> str:
-        """Return `activity`, or "Grading held-out tasks" for an evaluation that mostly waits for
-        rewards.
+        """Return `activity`. An evaluation that mostly waits for rewards is "Grading held-out
+        tasks".
         """
         is_grading = activity == "Evaluation" and (self.eval_tools or 0.0) >= HELD_BACK
         return "Grading held-out tasks" if is_grading else activity
@@ -217,8 +216,8 @@ class Waiting:
         return f"{self.bottleneck} is the bottleneck: {facts}."
 
     def _other(self, name: str) -> str:
-        """Return the activity besides `name` with most of the trainer's time, and its share, as
-        text.
+        """Return a text with the trainer's longest activity other than `name`, and its share of the
+        time.
 
         Empty if the share is at most `OTHER`.
         """
@@ -237,7 +236,7 @@ class Waiting:
 def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
     """Return the shares of waiting over a series of steps. `rows` has the metrics of each step.
 
-    Of the first row, only the time is used, at which the second step starts.
+    From the first row, only the time at which the step ended is used.
 
     >>> step = {"time_s": 20.0, "schedule/wait_for_batch_s": 4.0, "engine/busy_share": 0.9}
     >>> wait = waiting([{"time_s": 10.0}, step])
@@ -298,4 +297,4 @@ WAITING_METRICS = (
     *_WORK,
     *_SUMMED,
 )
-"""Metrics that `waiting` reads."""
+"""Names of the metrics that `waiting` reads."""

@@ -2,8 +2,9 @@
 
 `old_logp` is the token's log-probability in the trainer's forward pass, under the weights that
 sampled it. Exact routes compute this value, and the other routes an approximation. Each module of
-this package is one route, and can be imported without torch. Code that several routes share is in
-`scoring`. A piece is a run of tokens of one episode that one version of the weights sampled.
+this package is one route, and can be imported without torch. The package `scoring` has code that
+several routes share. A piece is a run of adjacent tokens of one episode that one version of the
+weights sampled.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 def has_clean_behavior(batch: Batch) -> Tensor:
     """Return a mask `[T]` of the tokens for which an exact old log-probability exists.
 
-    An engine must have sampled such a token after the recorded context, with a KV cache of the
-    weights that sampled it. If routed experts are replayed, the experts of every position that the
-    token depends on must have been recorded.
+    Such a token was sampled by an engine, after the context that is recorded, with a KV cache of
+    the same weights. If routed experts are replayed, the experts of every position that the token
+    depends on must have been recorded.
     """
     from unstale.algorithms.corrections import has_behavior
 
@@ -38,8 +39,8 @@ class OldLogps:
 
     `on_piece`, `on_end` and `on_wait` may be called at any time, on the event loop. `costs`,
     `events` and `close` are called on the event loop while the trainer's thread is idle. All other
-    methods are called in that thread, one at a time. Except for `logps`, the methods of this class
-    do nothing. A route overrides those that it needs.
+    methods are called in the trainer's thread, one at a time. A route must override `logps`. The
+    other methods of this class do nothing.
     """
 
     needs = Needs()
@@ -53,8 +54,8 @@ class OldLogps:
     def on_published(self, live: Collection[int]) -> None:
         """Handle the event that every engine has loaded the current version of the weights.
 
-        All tokens that earlier versions sampled have arrived. `live` are the versions whose sampled
-        tokens are still to be trained on.
+        All tokens that earlier versions sampled have arrived. `live` has the versions that sampled
+        tokens which are still to be trained on.
         """
 
     def on_piece(self, piece: PendingPiece) -> None:
@@ -66,21 +67,22 @@ class OldLogps:
     def on_end(self, pieces: Sequence[PendingPiece]) -> None:
         """Handle the end of an episode. `pieces` has all its sampled tokens.
 
-        Failed episodes are not reported. Called on the event loop, so it must not block.
+        Not called for failed episodes. Called on the event loop, so it must not block.
         """
 
     def on_wait(self, past: Sequence[PendingPiece]) -> None:
         """Handle the event that the trainer begins to wait for episodes.
 
-        `past` has all tokens that earlier versions than the current one sampled and that no batch
-        has contained yet. No further token of these versions will arrive. Called on the event loop,
-        so it must not block. Called only if the route declares `needs.idle` and `needs.snapshots`.
+        `past` has all tokens that versions before the current one sampled and that were in no batch
+        yet. No further token of these versions will arrive. Called on the event loop, so it must
+        not block. Called only if the route declares `needs.idle` and `needs.snapshots`.
         """
 
     def score_while_idle(self) -> bool:
         """Compute `old_logp` of some tokens, while the trainer waits for episodes.
 
-        Each call may take about one forward pass. Return False if there was nothing to compute.
+        Each call may take about as long as one forward pass. Return False if there was nothing to
+        compute.
         """
         return False
 
@@ -88,16 +90,16 @@ class OldLogps:
         """Compute `old_logp` of tokens of the current version, before a step changes the weights.
 
         Called only if the route declares `needs.scores_before_update`. `unscored` has all tokens
-        that this version sampled and that no batch has contained yet.
+        that this version sampled and that were in no batch yet.
         """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """Return old log-probabilities `[T]` in float32, and a mask `[T]` of those that are exact.
 
-        Both are on the CPU, and 0 and False for tokens that were not sampled. `now` `[T]` has the
-        log-probabilities under the current policy, without gradient. It is empty unless the route
-        declares `needs.now` or `needs.inline`. Raises LookupError if the weights that sampled a
-        token were not kept.
+        Both are on the CPU. For tokens that were not sampled they are 0 and False. `now` `[T]` has
+        the log-probabilities under the current policy, without gradient. It is empty unless the
+        route declares `needs.now` or `needs.inline`. Raises LookupError if the weights that sampled
+        a token were not kept.
 
         The method is called before the first optimizer step on a batch. With `trainer.stream` it is
         called for some groups of the batch at a time, which a route with `needs.whole_batch` does
@@ -109,21 +111,21 @@ class OldLogps:
     def trained(self, kept: float) -> None:
         """Handle the event that an optimizer step was taken.
 
-        `kept` is the share of tokens that the correction kept, 0 to 1.
+        `kept` is the share of tokens, 0 to 1, that the correction for off-policy tokens kept.
         """
 
     def costs(self) -> Mapping[str, float]:
-        """Return metrics of what computing `old_logp` cost.
+        """Return metrics of the cost of computing `old_logp`.
 
-        The prefix `old_logps/` is added to their names. Tokens and seconds are counted since the
-        last call. Bytes are those in use at the time of the call.
+        The caller adds the prefix `old_logps/` to their names. Tokens and seconds are counted since
+        the last call. Bytes are those in use at the time of the call.
         """
         return {}
 
     def events(self) -> list[dict[str, Any]]:
         """Return this route's events since the last call, for the run's event log.
 
-        Each event is a dict of columns and values, with the column `kind`.
+        Each event is a dict with the kind of event under the key `kind`.
         """
         return []
 
@@ -136,14 +138,14 @@ class OldLogps:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state from a checkpoint, as `state` returned it."""
+        """Load a state that `state` returned, from a checkpoint."""
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """After `restore`, prepare for tokens that were sampled after the checkpoint.
+        """Prepare for tokens that were sampled after the checkpoint. Called after `restore`.
 
-        `past` has, by version, all tokens of earlier versions that no batch has contained yet.
-        `weights` reads the weights of a version from disk. Tokens of the current version are passed
-        to `on_piece` afterwards.
+        `past` has, by version, all tokens of earlier versions that were in no batch yet. `weights`
+        reads the weights of a version from disk. Tokens of the current version are passed to
+        `on_piece` afterwards.
         """
 
     def close(self) -> None:

@@ -1,6 +1,4 @@
-"""The route `current_recompute`: compute `old_logp` with the weights at the start of the training
-step.
-"""
+"""The route `current_recompute`: compute `old_logp` with the weights before the training step."""
 
 from __future__ import annotations
 
@@ -19,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class CurrentRecompute(OldLogps):
-    """A route whose `old_logp` comes from the current policy, not from the policy that sampled.
+    """A method that computes `old_logp` with the current policy instead of the one that sampled.
 
-    The ratio D = pi_old / mu then contains all staleness. S = pi / pi_old contains only the changes
-    within the step. Values are exact for tokens that the current version sampled.
+    The ratio D = pi_old / mu then contains all staleness (mu is the policy that sampled). S = pi /
+    pi_old contains only the changes within the step. Values are exact for tokens that the current
+    version sampled.
     """
 
     needs = Needs(now=True, forwards="one")

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Eager(OldLogps):
-    """A route that computes `old_logp` of each token once, while the trainer waits for episodes.
+    """A method that computes `old_logp` of each token once, while the trainer waits for episodes.
 
-    When an episode has ended, its tokens of the current version get values from the trainer's
-    weights. Tokens of unfinished episodes get values from kept weights, if the second route
-    (`fallback`) keeps past weights, as soon as no further token of their version can arrive.
-    Otherwise they get values before the optimizer step. All remaining tokens get values from
-    `fallback`, with their batch. The metric `old_logps/scored_in_time_share` is the share of
-    sampled tokens that have an exact value and for which `fallback` was not needed.
+    When an episode has ended, the trainer's model computes the values of its tokens of the current
+    version. Values of tokens of unfinished episodes are computed with kept weights, if the second
+    method (`fallback`) keeps past weights, as soon as no further token of their version can arrive.
+    Otherwise they are computed before the optimizer step. `fallback` computes all remaining values
+    together with their batch. The metric `old_logps/scored_in_time_share` is the share of sampled
+    tokens that got an exact value without `fallback`.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
@@ -41,13 +41,10 @@ class Eager(OldLogps):
         self._scorer = scorer
         self._cache = LogpCache(scorer)
         self._arrived: deque[tuple[Sequence[PendingPiece], bool]] = deque()
-        """Sampled tokens that are in no queue yet. True marks the tokens of an episode that has
-        ended.
+        """Sampled pieces that are in no queue yet, each entry with True if the episode has ended.
         """
         self._ended: dict[int, ScoreQueue] = {}
-        """Tokens of ended episodes that still need an old log-probability, by the version that
-        sampled them.
-        """
+        """Tokens of ended episodes that still need an old log-probability, by version."""
         self._open: dict[int, ScoreQueue] = {}
         """Tokens of unfinished episodes that still need an old log-probability, by the version that
         sampled them. These versions sample no more tokens.
@@ -149,9 +146,9 @@ class Eager(OldLogps):
         self.fallback.close()
 
     def _sort(self) -> None:
-        """Put arrived tokens without an old log-probability into the queue of their version.
+        """Put newly sampled pieces without an `old_logp` into the queue of their version.
 
-        Tokens that only `fallback` can score are left out.
+        Pieces whose `old_logp` only `fallback` can compute are left out.
         """
         while self._arrived:
             pieces, has_ended = self._arrived.popleft()
@@ -170,10 +167,11 @@ class Eager(OldLogps):
                     still_open.put(key_of(piece), text_of(piece))
 
     def _version_to_score(self) -> int | None:
-        """Return the version whose tokens are scored next, or None if no token waits.
+        """Return the version for whose tokens `old_logp` is computed next. None if no token waits.
 
-        Ended episodes come first, because the next batch may contain them. Of these, the newest
-        version comes first, because the model of `fallback` has similar weights.
+        Versions with tokens of ended episodes come first, because the next batch may contain these.
+        Among them, the newest version comes first, because the model of `fallback` has similar
+        weights.
         """
         for queues in (self._ended, self._open):
             for version in sorted(queues, reverse=True):
@@ -187,7 +185,7 @@ class Eager(OldLogps):
 class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
     """Options of the route `eager`, which computes `old_logp` while the trainer waits for episodes.
 
-    A second route scores the tokens for which there was no time.
+    A second route computes the values for which there was no time.
     """
 
     route: str = "eager"

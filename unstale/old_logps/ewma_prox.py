@@ -1,6 +1,4 @@
-"""The route `ewma_prox`: compute `old_logp` with a moving average of the weights, with fixed
-decay.
-"""
+"""The route `ewma_prox`: compute `old_logp` with a moving average of weights, with fixed decay."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from unstale.config.checks import Range
 from unstale.config.routes import (
+    HasPlacement,
     Meaning,
     Needs,
     OldLogpsConfig,
@@ -27,16 +26,14 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 DEFAULT_DECAY = 0.5
-"""Decay of the moving average by default. The mean age of the averaged weights is then one
-version.
-"""
+"""Default decay of the moving average. The mean age of the averaged weights is then one version."""
 
 
 class EwmaProx(OldLogps):
-    """A route that takes a moving average of all published weights for the old policy.
+    """A method that computes `old_logp` with a moving average of all published weights.
 
-    Its values are never exact. With `every_step`, the weights after each optimizer step are
-    averaged instead of the published ones.
+    No `old_logp` counts as exact, because no token was sampled with these weights. With
+    `every_step`, the weights after each optimizer step are averaged instead of the published ones.
     """
 
     needs = Needs(resident_models=1, averages=1, forwards="one")
@@ -88,7 +85,7 @@ class EwmaProx(OldLogps):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EwmaProxSpec(OldLogpsConfig):
+class EwmaProxSpec(HasPlacement, OldLogpsConfig):
     """Options of the route `ewma_prox`, which averages past weights with a fixed decay."""
 
     route: str = "ewma_prox"
@@ -101,11 +98,6 @@ class EwmaProxSpec(OldLogpsConfig):
     """Only for `ewma_prox`: update the average with the weights of every published version, or
     after every optimizer step.
     """
-    placement: Literal["twin", "own"] = "twin"
-    """Where log-probabilities under past versions or averages are computed: by a second model, or
-    (`own`) by the trained model, whose weights are in main memory meanwhile. `own` is slower, needs
-    no second model, and keeps averages in main memory.
-    """
 
     # gives a mean age of 3 versions, the age of this recipe's tokens
     recipe: ClassVar = {"beta": 0.75}
@@ -116,10 +108,6 @@ class EwmaProxSpec(OldLogpsConfig):
         costs="one forward pass",
         choose="to compare with the literature",
     )
-
-    @property
-    def needs(self) -> Needs:
-        return self.makes.needs.placed(self.placement)
 
     @property
     def decay(self) -> float:

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 
 class InterpProx(OldLogps):
-    """A route that mixes the engine's log-probability of a token with that of the current policy.
+    """A method that mixes the engine's log-probability of a token with the current policy's.
 
-    Its `old_logp` is never exact (arXiv 2512.06547). The mixture is computed again in every
-    training pass. `alpha` is the weight of the current policy. If `alpha` is None, the weight is (d
-    - 1) / d for a token that was sampled d batches ago (its lag), and `fresh` if d is 0.
+    The mixture is used as `old_logp`, and never counts as exact (arXiv 2512.06547). It is computed
+    again in every training pass. `alpha` is the weight of the current policy. If `alpha` is None,
+    the weight of a token that was sampled d batches ago (its lag) is (d - 1) / d, or `fresh` if d
+    is 0.
     """
 
     needs = Needs(inline=True)
@@ -76,8 +77,8 @@ class InterpProxSpec(OldLogpsConfig):
     for a token with a lag of d (sampled d batches ago).
     """
     fresh: Literal["trainer", "behavior"] = "trainer"
-    """Only for `interp_prox_*`: the old log-probability of tokens of the current version (lag 0),
-    from the trainer or from the engine (behavior).
+    """Only for `interp_prox_*`: where the old log-probability of tokens of the current version (lag
+    0) comes from: the trainer or the engine (behavior).
     """
 
     makes: ClassVar[type[OldLogps]] = InterpProx
@@ -124,7 +125,8 @@ class InterpProxSpec(OldLogpsConfig):
         return InterpProx(scorer, mix, alpha=self.alpha, fresh=self._fresh)
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
-        """Return texts for the linter: the old policy's formula, and what D and S contain.
+        """Return three texts for the linter: the formula of the old policy, and what the ratios D =
+        pi_old / mu and S = pi / pi_old contain.
 
         `a` and `rest` are the weights of the current policy and of the engine's policy, as text.
         """

@@ -1,6 +1,6 @@
 """The route `interrupt_sync`: pause generation to compute `old_logp` of all tokens of a version.
 
-The values come from this version's weights, so they are exact.
+The values are computed with this version's weights, so they are exact.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class InterruptSync(CachedRoute):
-    """A route that computes `old_logp` with the trainer's weights before a step changes them.
+    """A method that computes `old_logp` with the trainer's weights before a step changes them.
 
-    The values are exact. The route needs no memory for past weights. But generation is paused from
+    The values are exact, and no memory for past weights is needed. But generation is paused from
     the call of `before_update` until the next version is published. The metric `stall_s` is the
     length of this pause in seconds, and is reported with the next batch.
     """
@@ -51,7 +51,7 @@ class InterruptSync(CachedRoute):
         self._closing_s += time.perf_counter() - began
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `old_logp` of a batch that `before_update` computed, and a mask of exact ones.
+        """Return a batch's `old_logp`, which `before_update` computed, and a mask of exact values.
 
         Raises LookupError if a token of the batch was not passed to `before_update`.
         """

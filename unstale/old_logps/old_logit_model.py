@@ -1,7 +1,7 @@
-"""The route `old_logit_model`: compute `old_logp` with a second model, which has the engine's
-version of the weights.
+"""The route `old_logit_model`: compute `old_logp` with a second copy of the model.
 
-The values are exact.
+The second model runs the trainer's program in a process of its own. It has the same version of the
+weights as the engine, so the values are exact.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class OldLogitModelDied(RuntimeError):
 class SecondModelScores(CachedRoute):
     """Old log-probabilities that a second model has computed, kept until their batch needs them.
 
-    The second model has the weights of an older version, with which tokens were sampled. After a
-    resume, the trainer's model computes missing values, because the second model gets weights only
-    when the next version is published.
+    The second model has the weights of the version that sampled the tokens. After a resume, the
+    trainer's model computes missing values, because the second model gets weights only when the
+    next version is published.
 
     With several trainer ranks, each rank has an object of this class. Only the main process of the
-    run has the second model. It passes on the results and the waiting times with `add_scores` and
+    run has the second model. It passes results and waiting times to the ranks with `add_scores` and
     `add_waits`.
     """
 
@@ -65,19 +65,19 @@ class SecondModelScores(CachedRoute):
     def add_scores(self, rows: Iterable[Any], forward_tokens: int) -> None:
         """Add log-probabilities that the second model computed.
 
-        A row is `[PieceKey of a run of tokens, their log-probabilities]`. `forward_tokens` is the
-        number of tokens in the forward passes that computed them.
+        Each row of `rows` is `[key, log-probabilities]` of a piece. The key is a `PieceKey`.
+        `forward_tokens` is the number of tokens in the forward passes that computed the values.
         """
         self.cache.add_rows(rows)
         self._scorer.forward_tokens += forward_tokens
 
     def add_waits(self, publish_s: float, score_s: float) -> None:
-        """Add seconds for which a publication and a batch waited for the second model."""
+        """Add the seconds for which a publication and a batch waited for the second model."""
         self._publish_wait_s += publish_s
         self._score_wait_s += score_s
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the old log-probabilities of a batch, and a mask of exact ones, `[T]` each.
+        """Return the old log-probabilities of a batch, and a mask of exact values, `[T]` each.
 
         Raises LookupError if a sampled token of the batch has no value.
         """
@@ -97,12 +97,12 @@ class SecondModelScores(CachedRoute):
 
 
 class OldLogitModel(SecondModelScores):
-    """A route that gets `old_logp` from a second model in another process.
+    """A method that gets `old_logp` from a second model in another process.
 
-    The second model computes the values of all tokens of a version, then loads the next version.
-    The process needs the memory of one model. The trainer's thread sends it the weights of each
-    version. The process starts when weights are published for the first time. If a batch contains
-    tokens of the current version without a value from the process, the trainer computes them.
+    The process computes the values of all tokens of a version, then loads the next version. It
+    needs the memory of one model, and starts when weights are published for the first time. The
+    trainer's thread sends it the weights of each version. The trainer itself computes the values of
+    tokens of the current version that the process has not computed.
 
     The metric `publish_wait_s` is the time for which publications waited until the process had
     loaded the previous version. `score_wait_s` is the time for which batches waited for values.
@@ -135,7 +135,7 @@ class OldLogitModel(SecondModelScores):
         """Send the current weights to the second model.
 
         With `lockstep`, first wait for the log-probabilities of all tokens of the versions sent
-        before. Values of tokens of versions that are not in `live` are dropped.
+        before. Values are dropped if the version that sampled their tokens is not in `live`.
         """
         from unstale.weights.codec import file_of
 
@@ -149,7 +149,7 @@ class OldLogitModel(SecondModelScores):
         self._model.on_piece(piece)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Wait for the old log-probabilities of a batch. Return them and a mask of exact ones.
+        """Wait for the old log-probabilities of a batch. Return them, and a mask of exact values.
 
         Both are `[T]`. Raises LookupError if a sampled token of the batch was never passed to
         `on_piece`.
@@ -159,9 +159,9 @@ class OldLogitModel(SecondModelScores):
         return super().logps(batch, now)
 
     def state(self) -> Mapping[str, Any]:
-        """Return all computed log-probabilities for a checkpoint.
+        """Wait until all sampled tokens of the published versions have a log-probability.
 
-        First wait until all sampled tokens of the published versions have one.
+        Return all these values for a checkpoint.
         """
         self._model.score_all()
         return super().state()
@@ -171,10 +171,10 @@ class OldLogitModel(SecondModelScores):
 
 
 def pieces_of(batch: Batch, *, current: int) -> Callable[[PieceKey], bool]:
-    """Return a function that tells which runs of tokens of a batch the second model scores.
+    """Return a function that selects the pieces whose values a batch needs from the second model.
 
-    It maps a `PieceKey` to True for a run of the batch's episodes, except for runs of the version
-    `current`, which are left to the trainer.
+    The function returns True for the `PieceKey` of a piece in an episode of the batch. It returns
+    False for pieces of the version `current`, because the trainer's model scores them.
     """
     episodes = set(batch.episodes)
     return lambda key: key.episode in episodes and key.version != current
@@ -194,7 +194,7 @@ class _ChildLink:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="old-logit-writer")
         self._folder = ExitStack()
         """A context with the temporary folder of the model, which the process reads at its start.
-        When the context is closed, the folder is removed.
+        The folder is removed when the context is closed.
         """
         self._frames = Frames()
 
@@ -215,9 +215,10 @@ class _ChildLink:
         self._writer.submit(lambda: self._write(_pieces_message(pieces)))
 
     def receive(self, *, wait: bool) -> list[Reply] | None:
-        """Receive bytes once and return the replies that are complete.
+        """Receive bytes once. Return the replies that are complete, or None if nothing has arrived.
 
-        Raises `OldLogitModelDied` if the process has ended.
+        With `wait`, wait until something arrives. Also returns None if the process has not been
+        started. Raises `OldLogitModelDied` if it has ended.
         """
         child = self._child
         if child is None:
@@ -253,9 +254,9 @@ class _ChildLink:
         self._started.set()
 
     def _write(self, message: bytes) -> None:
-        """Write a message to the socket of the process. Runs in the writer thread.
+        """Write a message to the socket, in the writer thread.
 
-        If the connection is broken, `receive` raises the error later.
+        If the connection is broken, no error is raised here, but by `receive`.
         """
         self._started.wait()
         if self._child is not None:
@@ -263,9 +264,9 @@ class _ChildLink:
 
 
 def _pieces_message(pieces: Pieces) -> bytes:
-    """Return a message that asks for the log-probabilities of runs of tokens.
+    """Return the message that asks the second model for the log-probabilities of pieces.
 
-    The body of the message has their routed experts and kept sets, concatenated.
+    The body of the message has the pieces' routed experts and kept sets, one after the other.
     """
     rows: list[tuple[PieceKey, Sequence[int], list[Any] | None, int | None]] = []
     body: list[Bytes] = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from unstale.config.checks import ConfigError, PositiveInt, Range, Share
 from unstale.config.routes import (
+    HasPlacement,
     Meaning,
     Needs,
     OldLogpsConfig,
@@ -29,14 +30,14 @@ BETA_MAX = 0.95
 
 
 class PpoEwmaAsync(OldLogps):
-    """A route whose old policies are moving averages of the weights, about as old as the tokens.
+    """A method that computes `old_logp` with moving averages of weights about as old as the tokens.
 
-    Its values are never exact (arXiv 2605.12070). The weights of a version are added to an average
-    when the version's first batch is scored. The decay is chosen so that the age of the average
-    comes closest to the mean lag of sampled tokens (the batches trained on since they were
-    sampled). This mean also counts earlier batches (`lag_memory`). Otherwise one batch of fresh
-    tokens would remove all older weights from the average. The option `beta` sets a fixed decay
-    instead.
+    No `old_logp` counts as exact (arXiv 2605.12070). A version's weights are added to an average
+    when the first batch after its publication is scored. The lag of a token is the number of
+    batches trained on since it was sampled. The decay of an average is chosen so that its age comes
+    closest to the mean lag of the sampled tokens. This mean also counts earlier batches
+    (`lag_memory`), so that one batch of fresh tokens does not remove all older weights from the
+    average. The option `beta` sets a fixed decay instead.
 
     With several averages, the tokens are sorted by lag and divided into equal parts, one for each
     average. A token is scored by the average whose age is nearest to its lag.
@@ -55,19 +56,17 @@ class PpoEwmaAsync(OldLogps):
         self._scorer = scorer
         self._options = options
         self._targets: list[float] = []
-        """The age in batches at which each average aims. Empty before the first batch."""
+        """The age, in batches, that each average should have. Empty before the first batch."""
         self._version: int | None = None
         self._judged: int | None = None
-        """The version of the last batch whose kept share was recorded (`trained`). None before the
-        first.
+        """The version of the last batch for which `trained` recorded the share of kept tokens. None
+        before the first.
         """
         self._low: list[float] = []
-        """The shares of kept tokens in the latest batches, as far back as all are below
-        `reset_below`.
-        """
+        """The shares of kept tokens in the last batches in a row that were below `reset_below`."""
         self._since_reset = options.reset_cooldown
         self._due = ""
-        """The reason for resetting the averages at the next batch. "" if they will not be reset."""
+        """The reason for resetting the averages at the next batch. "" for no reset."""
         self._events: list[dict[str, Any]] = []
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +161,7 @@ class PpoEwmaAsync(OldLogps):
     def restore(self, state: Mapping[str, Any]) -> None:
         for average, held in zip(self.averages, state["averages"], strict=True):
             average.restore(held)
-        self._targets = list(state.get("targets", []))  # missing in older checkpoints
+        self._targets = list(state["targets"])
         self._version = state["version"]
         self._judged = state["judged"]
         self._low = list(state["low"])
@@ -174,7 +173,7 @@ def staleness_targets(lag: Tensor, number: int) -> list[float]:
     """Divide tokens into `number` equal parts by their lag. Return the mean lag of each part.
 
     The lag is the number of batches trained on since the token was sampled. The part with the
-    smallest lags comes first. Without tokens, every mean is 0.
+    smallest lags comes first. If there are no tokens, every mean is 0.
 
     >>> import torch
     >>> staleness_targets(torch.tensor([3, 0, 1, 2]), 2)
@@ -187,8 +186,8 @@ def staleness_targets(lag: Tensor, number: int) -> list[float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PpoEwmaAsyncSpec(OldLogpsConfig):
-    """Options of the route `ppo_ewma_async`, which averages weights to the age of the tokens."""
+class PpoEwmaAsyncSpec(HasPlacement, OldLogpsConfig):
+    """Options of the route `ppo_ewma_async`, whose averaged weights are about as old as tokens."""
 
     route: str = "ppo_ewma_async"
     makes: ClassVar[type[OldLogps]] = PpoEwmaAsync
@@ -197,8 +196,9 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     decay that follows the age of the tokens (their staleness).
     """
     averages: PositiveInt = 1
-    """Only for `ppo_ewma_async`: number of averages of different age. Each token is scored by the
-    average whose age is nearest to its lag (the batches trained on since it was sampled).
+    """Only for `ppo_ewma_async`: number of moving averages of the weights. Each has another mean
+    age of its weights. `old_logp` of a token is computed with the average whose age is nearest to
+    the token's lag (the batches trained on since it was sampled).
     """
     lag_memory: Annotated[float, Range(0, 0.99)] = 0.8
     """Only for `ppo_ewma_async`: weight of the earlier batches in the mean age of tokens (lag) that
@@ -212,11 +212,6 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     """Only for `ppo_ewma_async`: number of batches in a row below `reset_below` before a reset."""
     reset_cooldown: PositiveInt = 10
     """Only for `ppo_ewma_async`: smallest number of batches between two resets of the averages."""
-    placement: Literal["twin", "own"] = "twin"
-    """Where log-probabilities under past versions or averages are computed: by a second model, or
-    (`own`) by the trained model, whose weights are in main memory meanwhile. `own` is slower, needs
-    no second model, and keeps averages in main memory.
-    """
 
     fixed: ClassVar = {"averages": "the checkpoint holds so many averages"}
     recipe: ClassVar = {"reset_below": 0.5}
@@ -238,9 +233,8 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
 
     @property
     def needs(self) -> Needs:
-        needs = self.makes.needs.placed(self.placement)
         # The lag of the whole batch decides the decay, unless it is fixed.
-        return replace(needs, averages=self.averages, whole_batch=self.beta is None)
+        return replace(super().needs, averages=self.averages, whole_batch=self.beta is None)
 
     @property
     def decay(self) -> float | None:

@@ -1,7 +1,7 @@
 """The route `queue_of_two`: compute every `old_logp` with the version before the newest one.
 
 This is the rule of slime's and miles' `--keep-old-actor`: the trainer keeps the two versions that
-it published last, and takes the older one for the policy that sampled.
+it published last, and treats the older one as the policy that sampled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs
+from unstale.config.routes import HasPlacement, Meaning, Needs, OldLogpsConfig, RouteDocs
 from unstale.old_logps import OldLogps, has_clean_behavior
 
 if TYPE_CHECKING:
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 
 class QueueOfTwo(OldLogps):
-    """A route that computes every `old_logp` with the version published before the newest one.
+    """A method that computes every `old_logp` with the version published before the newest one.
 
-    Before the second publication there is only one version, which is used for all tokens. Values
-    are exact for the tokens that the used version sampled. So all are exact if every token was
-    sampled by the version before the newest one.
+    Before the second publication, the only version is used. Values are exact for tokens that the
+    used version sampled.
     """
 
     needs = Needs(resident_models=1, averages=2, whole_versions=True, forwards="one")
@@ -37,7 +36,7 @@ class QueueOfTwo(OldLogps):
         self._copies = [scorer.make_average(placement=placement) for _ in range(2)]
         """Copies of the weights, the older version first."""
         self._versions: list[int] = []
-        """The version numbers of `_copies`: the last two that were published, or fewer."""
+        """The version numbers of the weights in `_copies`, the last two that were published."""
 
     def on_published(self, live: Collection[int]) -> None:
         if self._versions[-1:] == [self._scorer.version]:
@@ -73,16 +72,11 @@ class QueueOfTwo(OldLogps):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueueOfTwoSpec(OldLogpsConfig):
+class QueueOfTwoSpec(HasPlacement, OldLogpsConfig):
     """Options of the route `queue_of_two`, which uses the version before the newest one."""
 
     route: str = "queue_of_two"
     makes: ClassVar[type[OldLogps]] = QueueOfTwo
-    placement: Literal["twin", "own"] = "twin"
-    """Where log-probabilities under past versions or averages are computed: by a second model, or
-    (`own`) by the trained model, whose weights are in main memory meanwhile. `own` is slower, needs
-    no second model, and keeps averages in main memory.
-    """
 
     exactness: ClassVar = "for tokens of lag 1"
     docs: ClassVar = RouteDocs(
@@ -92,10 +86,6 @@ class QueueOfTwoSpec(OldLogpsConfig):
         costs="one forward pass",
         choose="to compare with slime's and miles' `--keep-old-actor`",
     )
-
-    @property
-    def needs(self) -> Needs:
-        return self.makes.needs.placed(self.placement)
 
     @property
     def partly_exact(self) -> bool:
@@ -110,6 +100,3 @@ class QueueOfTwoSpec(OldLogpsConfig):
             s="learning since the version before the newest",
             cost=f"two copies of the weights{place}; one more forward pass a batch",
         )
-
-    def make(self, scorer: Scorer, *, lockstep: bool) -> QueueOfTwo:
-        return QueueOfTwo(scorer, placement=self.placement)

@@ -1,5 +1,6 @@
-"""The route `rollout`: take the engine's log-probability as `old_logp`. D is then 1, and S is pi /
-mu.
+"""The route `rollout`: take the engine's log-probability as `old_logp`.
+
+The ratio D = pi_old / mu is then 1, and S = pi / pi_old is pi / mu.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class RolloutRoute(OldLogps):
-    """A route that takes the engine's log-probability as `old_logp`, in place of the trainer's.
+    """A method that takes the engine's log-probability as `old_logp`, instead of computing it.
 
     The ratio S of the objective then also contains the numerical differences between engine and
-    trainer, and a clip acts on these, too. With `engine.bitwise` there are no such differences, and
-    the trainer counts the values as exact.
+    trainer, so a clip limits these, too. With `engine.bitwise` there are no such differences, and
+    the values count as exact.
     """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:

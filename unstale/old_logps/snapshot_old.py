@@ -1,6 +1,6 @@
-"""The route `snapshot_old`: keep the weights of each version, to compute `old_logp` exactly.
+"""The route `snapshot_old`: keep the weights of each version, to compute exact `old_logp`.
 
-The log-probability of a token is computed with the weights of the version that sampled it.
+Each token's log-probability is computed with the weights of the version that sampled it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from unstale.config.routes import ExactSpec, Needs, RouteDocs, live_versions
+from unstale.config.routes import ExactSpec, HasPlacement, Needs, RouteDocs, live_versions
 from unstale.old_logps import OldLogps, has_clean_behavior
 
 if TYPE_CHECKING:
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 
 class SnapshotOld(OldLogps):
-    """A route that computes `old_logp` with kept weights of the version that sampled the token.
+    """A method that computes `old_logp` with kept weights of the version that sampled the token.
 
-    It keeps one further copy of the model, and the differences between consecutive versions, by
-    which the copy is set to one version after the other. For each version, the copy runs the
-    sequences that contain tokens of the version, up to the last such token. Tokens of the current
-    version are scored by the trainer's model until an optimizer step changes it. A thread computes
-    the difference of a new version from the one before, while the trainer goes on.
+    It keeps one further copy of the model, and the differences between consecutive versions.
+    Applying these turns the copy into one version after the other. With the weights of a version,
+    the copy computes the sequences that contain tokens of this version, up to the last such token.
+    The trainer's model computes the values of tokens of the current version, until an optimizer
+    step changes the model. A thread computes the difference of a new version from the previous one,
+    while the trainer continues.
     """
 
     needs = Needs(snapshots=True, resident_models=1, forwards="versions")
@@ -49,7 +50,7 @@ class SnapshotOld(OldLogps):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the old log-probabilities of a batch with kept weights.
 
-        Return them and a mask of exact ones, `[T]` each. Raises LookupError if the weights of a
+        Return them, and a mask of exact values, `[T]` each. Raises LookupError if the weights of a
         version in the batch were dropped.
         """
         scored = self.scorer.score_versions(batch, batch.sampled, use_trained=True)
@@ -73,16 +74,11 @@ class SnapshotOld(OldLogps):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotOldSpec(ExactSpec):
+class SnapshotOldSpec(HasPlacement, ExactSpec):
     """Options of the route `snapshot_old`, which keeps the weights of past versions."""
 
     route: str = "snapshot_old"
     makes: ClassVar[type[OldLogps]] = SnapshotOld
-    placement: Literal["twin", "own"] = "twin"
-    """Where log-probabilities under past versions or averages are computed: by a second model, or
-    (`own`) by the trained model, whose weights are in main memory meanwhile. `own` is slower, needs
-    no second model, and keeps averages in main memory.
-    """
 
     docs: ClassVar = RouteDocs(
         policy="the kept weights of the version that sampled the token",
@@ -91,10 +87,6 @@ class SnapshotOldSpec(ExactSpec):
         costs="one forward pass of each trajectory per version in it",
         choose="by default",
     )
-
-    @property
-    def needs(self) -> Needs:
-        return self.makes.needs.placed(self.placement)
 
     @property
     def shares_deltas(self) -> bool:
@@ -106,6 +98,3 @@ class SnapshotOldSpec(ExactSpec):
             f"the weights of up to {live_versions(run)} versions (lossless differences)"
             f" and {copy}; a forward pass over each trajectory for every version in it"
         )
-
-    def make(self, scorer: Scorer, *, lockstep: bool) -> SnapshotOld:
-        return SnapshotOld(scorer, placement=self.placement)

@@ -46,6 +46,16 @@ def reverse_kl_direction(student_logp: Candidates, teacher_logp: Candidates) -> 
     return -share * (ratio - (share * ratio).sum(-1, keepdim=True))
 
 
+def teacher_advantage(
+    student_logp: Candidates, teacher_logp: Candidates, value: Candidates
+) -> Float[Tensor, "*positions"]:
+    """Return the expected `value` of the teacher's next token minus that of the student's.
+
+    The student continues after both.
+    """
+    return ((teacher_logp.softmax(-1) - student_logp.softmax(-1)) * value).sum(-1)
+
+
 def cosine(one: Candidates, other: Candidates) -> Float[Tensor, "*positions"]:
     """Return the cosine of two directions `[..., K]` at each position; NaN where one is 0."""
     norms = one.norm(dim=-1) * other.norm(dim=-1)

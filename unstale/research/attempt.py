@@ -1,8 +1,9 @@
-"""Attempt each task several times, choose one of the attempts, and measure what choosing gains.
+"""Attempt each task several times, choose one of the attempts, and measure the gain in success.
 
-The chosen attempt has the answer that most attempts give, or wins a tournament in which the policy
-compares attempts. Optionally, one more attempt is made, for which the policy reads the conclusions
-of the best attempts (PDR) or a plan from the first attempt.
+The chosen attempt has the answer that most attempts give, wins a tournament in which the policy
+compares attempts, or has the highest score of a reward model. Optionally, one more attempt is made.
+Before it, the policy reads the conclusions of the best attempts (PDR) or a plan from the first
+attempt. Or a beam search in stages finds this attempt.
 """
 
 import asyncio
@@ -10,11 +11,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import combinations, islice
+from math import inf
 from pathlib import Path
 from random import Random
 from string import ascii_uppercase
-from typing import cast
+from typing import Any, cast
 
 from unstale.builders import build_rollout
 from unstale.builders.sampling import ends_freely
@@ -25,14 +27,22 @@ from unstale.durability.console import Console
 from unstale.durability.run_folder import write_whole
 from unstale.envs import Message, Taskset, Votable, implements, task_text
 from unstale.envs.notes import NotedTasks
-from unstale.records import Task, Trajectory
+from unstale.records import Task, Trajectory, replies
 from unstale.research.attempt_result import PLANNED, AttemptResult
 from unstale.research.collect import CollectedTasks
 from unstale.research.quality_head import QualityHead
-from unstale.research.search import Stages, beam_search
-from unstale.research.served_writer import Writer
-from unstale.research.techniques.retry import DATA, PLAN, PLANNED_BY
-from unstale.research.votes import Choice, by_majority, by_tournament, judge_record
+from unstale.research.scores import FolderScorer, Scorer
+from unstale.research.search import StagedAttempts, beam_search
+from unstale.research.served_writer import DATA, Writer
+from unstale.research.stages import StagedTasks, Stages, passed
+from unstale.research.techniques.retry import PLAN, PLANNED_BY
+from unstale.research.votes import (
+    Choice,
+    Comparison,
+    by_majority,
+    by_tournament,
+    judge_record,
+)
 from unstale.rollout import evaluation
 from unstale.rollout.answers import AnswerReader, last_reply
 from unstale.rollout.episode import Rollout
@@ -76,18 +86,29 @@ class AttemptOptions:
     beam: int = 2
     """Number of candidates that the search keeps after each stage."""
     stage_turns: int = 1
-    """Number of replies of a stage. The last one has no limit."""
+    """Number of replies in each stage of the search. The last stage has no limit."""
+    stages: Path | None = None
+    """A file with named stages, in place of `search` and `stage_turns`. Each has a text that the
+    policy reads at its start, and a command that is run at its end.
+    """
     weigh: bool = False
     """Weigh the answers by the forecasts of success with which the run pruned episodes."""
 
-    def check(self, taskset: Taskset) -> None:
-        """Raise `ConfigError` for options that contradict each other or do not suit the tasks."""
+    def check(self, taskset: Taskset, *, scores: bool = False) -> None:
+        """Raise `ConfigError` for options that contradict each other or do not suit the tasks.
+
+        `scores` is True if a judge scores attempts.
+        """
         if not self.attempts > 1:
             raise ConfigError(f"--attempts must be at least 2 to choose, got {self.attempts}")
-        if not self.votes and not implements(taskset, Votable):
+        if self.search and self.stages:
+            raise ConfigError("--search and --stages both divide attempts into stages: give one")
+        if scores and (self.votes or self.weigh):
+            raise ConfigError("a judge that scores attempts replaces --votes and --weigh")
+        if not self.votes and not scores and not implements(taskset, Votable):
             raise ConfigError(
                 f"the tasks of {taskset.name} have no answers that can be counted: set --votes to "
-                "let the policy compare attempts"
+                "let the policy compare attempts, or --judge to a reward model"
             )
         if self.group > min(self.attempts, len(ascii_uppercase)):
             raise ConfigError(
@@ -100,9 +121,14 @@ class AttemptOptions:
             )
         if self.weigh and self.votes:
             raise ConfigError("--weigh is for the majority of answers: leave out --votes")
-        if self.search and not self.votes:
-            raise ConfigError("--search needs --votes above 0: the policy judges the candidates")
+        if (self.search or self.stages) and not (self.votes or scores):
+            name = "--search" if self.search else "--stages"
+            raise ConfigError(
+                f"{name} needs --votes above 0, so that the policy judges the candidates, or a "
+                "--judge that scores them"
+            )
         names = {"--distil": self.distil, "--plan": self.plan, "--search": self.search}
+        names |= {"--stages": self.stages is not None}
         if (used := [name for name, is_used in names.items() if is_used]) and ends_freely(taskset):
             raise ConfigError(
                 f"{used[0]} cannot be used with {taskset.name}, an external agent, which leads its "
@@ -115,15 +141,15 @@ def attempt(  # noqa: PLR0913 - options of a command
     config: RunConfig,
     options: AttemptOptions,
     *,
-    judge: Writer | None = None,
+    judge: Writer | Scorer | None = None,
     collect: Path | None = None,
     console: Console | None = None,
 ) -> AttemptResult:
     """Attempt the held-out tasks of a configuration, and choose an attempt at each.
 
-    `trained` is a run folder or a model folder. `judge` compares attempts in place of the policy.
-    With a file `collect`, training tasks are attempted, and successes are written to it. Raises
-    `ConfigError` for wrong settings, and `RunFailed` if a component fails.
+    `trained` is a run folder or a model folder. `judge` compares attempts in place of the policy,
+    or scores them. With a file `collect`, training tasks are attempted, and successes are written
+    to it. Raises `ConfigError` for wrong settings, and `RunFailed` if a component fails.
     """
     head = QualityHead.of(Path(trained), config) if options.weigh else None
     held_out = HeldOut.of(trained, config, options.attempts)
@@ -131,7 +157,10 @@ def attempt(  # noqa: PLR0913 - options of a command
         return attempt_all(held_out, options, head=head, judge=judge, console=console)
     if ends_freely(held_out.taskset):
         raise ConfigError("--collect needs tasks with an environment, not an external agent")
-    taskset = CollectedTasks(held_out.taskset)
+    inner: Any = held_out.taskset
+    if options.stages:  # conversations have what the policy reads of them
+        inner = StagedTasks(inner, Stages.read(options.stages))
+    taskset = CollectedTasks(inner)
     drawn = islice(held_out.taskset.train(config.seed), config.eval.tasks)
     tasks = [task for task in drawn for _ in range(options.attempts)]
     held_out = replace(held_out, taskset=cast(Taskset, taskset), tasks=tasks)
@@ -147,14 +176,22 @@ def attempt_all(
     options: AttemptOptions,
     *,
     head: QualityHead | None = None,
-    judge: Writer | None = None,
+    judge: Writer | Scorer | None = None,
     console: Console | None = None,
 ) -> AttemptResult:
-    """Attempt held-out tasks as `attempt` does. `held_out` has each `options.attempts` times.
+    """Attempt held-out tasks as `attempt` does. `held_out` has each task `options.attempts` times.
 
-    `head` weighs the answers of attempts, and `judge` compares attempts in place of the policy.
+    `head` weighs the answers of attempts. `judge` compares attempts in place of the policy, or
+    scores them.
     """
-    options.check(held_out.taskset)
+    options.check(held_out.taskset, scores=isinstance(judge, Scorer))
+    if options.stages:
+        taskset: Any = held_out.taskset
+        staged = getattr(taskset, "inner", taskset)
+        if not isinstance(staged, StagedTasks):
+            taskset = staged = StagedTasks(taskset, Stages.read(options.stages))
+        staged.require(held_out.tasks[0])
+        held_out = replace(held_out, taskset=taskset)
     if not held_out.config.eval.temperature:
         raise ConfigError(
             "eval.temperature must be above 0 to attempt tasks several times, got 0: all attempts "
@@ -187,7 +224,7 @@ class _Procedure:
         held_out: HeldOut,
         options: AttemptOptions,
         head: QualityHead | None,
-        judge: Writer | None,
+        judge: Writer | Scorer | None,
         rollout: Rollout,
         progress: Callable[..., None],
     ) -> None:
@@ -201,12 +238,20 @@ class _Procedure:
         self._rollout = rollout
         self._progress = progress
         self._writer = PolicyWriter(rollout.generator)
-        self._judge: Writer = judge or self._writer
+        self._scorer = judge if isinstance(judge, Scorer) else None
+        self._judge: Writer = self._writer if judge is None or self._scorer else judge  # type: ignore[assignment]
+        self._stages = Stages.plain(options.search, options.stage_turns)
+        self._scorers: dict[str, Scorer] = {}
+        """The reward models of stages that name one (`Stage.judge`), by folder."""
+        if options.stages:
+            self._stages = Stages.read(options.stages)
+            folders = {stage.judge for stage in self._stages.stages if stage.judge}
+            self._scorers = {folder: FolderScorer(folder) for folder in sorted(folders)}
         self._seed = held_out.config.seed
         self._tasks = held_out.tasks[:: options.attempts]
         self._kept = KeptEpisodes()
         self._shown: dict[str, Mapping[int, str]] = {}
-        """What the judge read of each attempt, by task and attempt."""
+        """The text of each attempt that the judge read, by task and attempt."""
 
     async def run(self) -> AttemptResult:
         """Attempt the tasks, choose an attempt at each, and make the further attempts of the
@@ -215,6 +260,8 @@ class _Procedure:
         options = self._options
         graded = await self._evaluate(self._rollout, self._held_out.tasks, self._kept)
         tokens = {"attempts": _sampled(self._kept)}
+        if isinstance(self._held_out.taskset, CollectedTasks):
+            self._held_out.taskset.are_attempts = False
         choices = await self._choose()
         if options.votes:
             tokens["votes"] = self._writer.tokens
@@ -232,8 +279,8 @@ class _Procedure:
             plans = await self._plans()
             chosen[PLANNED], tokens["planned"] = await self._again(plans)
             tokens["planned"] += self._writer.tokens - before
-        if options.search:
-            name = f"search with {options.search} stages"
+        if number := len(self._stages.stages):
+            name = f"search with {number} stages"
             chosen[name], tokens["search"] = await self._search()
         asked = [
             vote for each in choices.values() for one in each.comparisons for vote in one.votes
@@ -254,6 +301,8 @@ class _Procedure:
 
     def _name_of_choice(self) -> str:
         options = self._options
+        if self._scorer:
+            return f"best score of {options.attempts} attempts"
         if not options.votes:
             weighted = "weighted " if self._head else ""
             return f"{weighted}majority of {options.attempts} answers"
@@ -277,7 +326,7 @@ class _Procedure:
         tokens.
 
         `notes` has, by task key, a text that the policy reads first. The seeds are those of the
-        first attempt, so that only the note makes a difference.
+        first attempt, so that only the note differs.
         """
         config, taskset = self._held_out.config, NotedTasks(self._held_out.taskset, notes)
         make = build_rollout(config, taskset)
@@ -305,15 +354,19 @@ class _Procedure:
         return {key: choice for key, choice in results.items() if choice}
 
     async def _choose_one(self, task: Task) -> Choice | None:
+        numbers = sorted(self._episodes(task))
+        if self._scorer:
+            return await self._by_score(task, numbers)
         if not self._options.votes:
             return self._majority(task, self._head)
-        numbers = sorted(self._episodes(task))
         texts = {number: await self._text(task, number) for number in numbers}
         self._shown[task.key] = texts
         return await self._tournament(task, texts) if texts else None
 
     def _majority(self, task: Task, head: QualityHead | None) -> Choice | None:
-        """Return the choice by the attempts' answers, which `head` weighs. None without one."""
+        """Return the choice by the attempts' answers, weighted by `head`. None if no attempt has an
+        answer.
+        """
         episodes = self._episodes(task)
         numbers = sorted(episodes)
         if not numbers:
@@ -324,6 +377,38 @@ class _Procedure:
         answers = [read(episodes[number]) for number in numbers]
         choice = by_majority(answers, random, weights)
         return Choice(tuple(numbers[place] for place in choice.ranking))
+
+    async def _by_score(self, task: Task, numbers: Sequence[int]) -> Choice | None:
+        """Return the ranking of attempts by the command of their last stage, then by score.
+
+        Its comparisons are all pairs. None without an attempt.
+        """
+        episodes = self._episodes(task)
+        found = await asyncio.gather(*(self._score(task, episodes[each]) for each in numbers))
+        scores = dict(zip(numbers, found, strict=True))
+        pairs = []
+        for pair in combinations(numbers, 2):
+            best = max(pair, key=lambda each: _rank(scores[each]))
+            named = best if len({scores[each] for each in pair}) > 1 else None
+            pairs.append(Comparison(pair, (named,), best))
+        ranking = sorted(
+            numbers, key=lambda each: (passed(episodes[each]), _rank(scores[each])), reverse=True
+        )
+        return Choice(tuple(ranking), tuple(pairs)) if ranking else None
+
+    async def _score(self, task: Task, attempt: Trajectory, stage: int = 0) -> float | None:
+        """Return the score of an attempt at the end of stage 1, 2, ..., or at its end."""
+        chosen = self._stages.stages[stage - 1] if stage else None
+        scorer = self._scorers.get(chosen.judge) if chosen else None
+        scorer = scorer or self._scorer
+        assert scorer, "AttemptOptions.check"
+        chat, end, texts = self._rollout.generator.chat, 0, list[str]()
+        for start, said in replies(attempt.pieces):
+            text = chat.text(attempt.tokens[end : start + len(said)] if end else said)
+            end = start + len(said)
+            texts.append(text)
+        name = chosen.name if chosen else ""
+        return await scorer.score(self._words(task), texts, name)
 
     async def _tournament(self, task: Task, texts: Mapping[int, str], *place: int) -> Choice:
         """Return the policy's ranking of `texts`, which have the numbers of the attempts as keys.
@@ -378,28 +463,39 @@ class _Procedure:
         The tokens include those of the policy's votes.
         """
         options, before = self._options, self._writer.tokens
+        stages, ends = self._stages.stages, self._stages.ends
         places = asyncio.Semaphore(max(1, evaluation.MAX_CONCURRENT // options.attempts))
-        sampled = 0
+        sampled = done = 0
+        self._progress("searches", done=0, total=len(self._tasks))
 
         async def one(task: Task) -> bool | None:
-            nonlocal sampled
-            turns, seed = options.stage_turns, derive_seed(self._seed, "search")
-            made = Stages(self._rollout, task, seed, stages=options.search, turns=turns)
+            nonlocal sampled, done
+            made = StagedAttempts(self._rollout, task, derive_seed(self._seed, "search"), ends=ends)
 
-            async def rank(candidates: Sequence[Trajectory]) -> Sequence[Trajectory]:
-                texts = {number: self._whole(each) for number, each in enumerate(candidates)}
-                choice = await self._tournament(task, texts, len(candidates))
-                return [candidates[number] for number in choice.ranking]
+            async def rank(candidates: Sequence[Trajectory], stage: int) -> Sequence[Trajectory]:
+                if self._scorer or stages[stage - 1].judge:
+                    scores = await asyncio.gather(
+                        *(self._score(task, each, stage) for each in candidates)
+                    )
+                    order = sorted(range(len(scores)), key=lambda i: -_rank(scores[i]))
+                else:
+                    texts = {number: self._whole(each) for number, each in enumerate(candidates)}
+                    choice = await self._tournament(task, texts, len(candidates))
+                    order = [*choice.ranking]
+                if stages[stage - 1].run:
+                    order.sort(key=lambda i: -passed(candidates[i]))
+                return [candidates[i] for i in order]
 
             async with places:
                 best = await beam_search(
                     made.extend,
                     rank,
-                    stages=options.search,
+                    stages=len(stages),
                     width=options.attempts,
                     beam=options.beam,
                 )
-            sampled += made.tokens
+            sampled, done = sampled + made.tokens, done + 1
+            self._progress("searches", done=done, total=len(self._tasks))
             return best.success if best else None
 
         async with asyncio.TaskGroup() as running:
@@ -468,6 +564,11 @@ def read_letter(verdict: str) -> str:
         return str(named[-1]).upper()
     alone = verdict.strip(" \n.*()[]:'\"").upper()
     return alone if len(alone) == 1 and alone in ascii_uppercase else ""
+
+
+def _rank(score: float | None) -> float:
+    """Return a score as a number for sorting. None becomes a number below all scores."""
+    return -inf if score is None else score
 
 
 def _sampled(kept: KeptEpisodes) -> int:

@@ -80,7 +80,7 @@ class AttemptResult:
 
     def judge_text(self) -> str:
         """Return a sentence about the accuracy of the judge. Empty if there was no judge."""
-        if "votes" not in self.tokens:
+        if "votes" not in self.tokens and not self.judge:
             return ""
         if not self.judge:
             return "no task had right and wrong attempts to compare: the judge is not measured"

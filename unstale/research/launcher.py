@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,15 @@ from unstale.config import ConfigError
 from unstale.config.options import changed_options, stored_config
 from unstale.durability.console import Console
 from unstale.durability.machine import commit, lock_folder, machine, versions
-from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, RunFolder, dumps, read_jsonl
+from unstale.durability.run_folder import (
+    CONFIG,
+    EVENTS,
+    METRICS,
+    RunFolder,
+    disk_size,
+    dumps,
+    read_jsonl,
+)
 from unstale.observe.held_out import held_out
 from unstale.observe.words import duration, number, percent
 from unstale.research.compare import ComparisonPlan, Planned
@@ -188,6 +197,7 @@ class _Launcher:
         self._going: dict[str, Planned] = {}
         self._took = _took(plan.comparisons)
         self._all = self._left = 0
+        self._is_warned_of_disk = False
         self._facts = {
             "jobs": len(shares),
             "commit": commit(),
@@ -234,6 +244,7 @@ class _Launcher:
             state, error = ended(run.folder)
             if state == "finished":
                 result = _success(run)
+                self._warn_of_disk(run)
             else:
                 reason = literal(error or f"exit code {code}, see {run.log}")
                 result = f"[red]{state}[/]: {reason}"
@@ -269,6 +280,23 @@ class _Launcher:
             except asyncio.CancelledError:
                 await _end(process)
                 raise
+
+    def _warn_of_disk(self, run: Planned) -> None:
+        """Print a warning, once, if the runs left would not fit on the disk at a finished run's
+        size.
+        """
+        if self._is_warned_of_disk:
+            return
+        each = disk_size(run.folder) / 1e9
+        free = shutil.disk_usage(self._folder).free / 1e9
+        if each * self._left > free:
+            self._is_warned_of_disk = True
+            self._console.print(
+                f"[yellow]warning:[/] a run takes {each:.2f} GB of disk, so the {self._left} runs "
+                f"left need {each * self._left:.2f} GB, and {free:.2f} GB are free: remove "
+                "checkpoints/ and versions/ of finished runs, which the tables do not read",
+                highlight=False,
+            )
 
     def _note(self, run: Planned, kind: str, **fields: Any) -> None:
         row = {"kind": kind, "run": run.folder.name, "time": round(time.time()), **fields}

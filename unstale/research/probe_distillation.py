@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean, stdev
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from rich.table import Table
 from torch import Tensor
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.builders import build_rollout, build_sampler, ends_freely, load_policy
 from unstale.builders.sampling import build_chat
@@ -36,6 +37,7 @@ from unstale.research.alignment import (
     forward_kl_direction,
     reverse_kl_direction,
     success_direction,
+    teacher_advantage,
 )
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
@@ -44,10 +46,17 @@ from unstale.rollout.seeds import derive_seed
 from unstale.techniques.distil import SELF, DistilConfig
 
 CLASSES = {True: "correct", False: "incorrect"}
-"""The names of the two classes of saved episodes: failed ones and successful ones."""
+"""The names of the two classes of saved episodes, by success."""
 WARNED_SHARE = 0.02
 """Share of failed rollouts above which a warning is printed, because the results leave them out."""
-FIGURES = ("forward", "reverse", "agreement", "student_share", "teacher_share")
+FIGURES = ("forward", "reverse", "advantage", "agreement", "student_share", "teacher_share")
+QUESTION_FIGURES = FIGURES[:4]
+"""The figures of each task that the terminal shows."""
+Positions = int | Literal["one", "windows"]
+"""Which sampled tokens of an episode are measured: one random one, a random one in each window of
+1, 2, 4, ... tokens, so that their number grows with the logarithm of the episode's length, or with
+a number N every N-th one.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +74,18 @@ class ProbeOptions:
     """Texts that only the teacher reads, as `distil.context`. Each is measured, and they are
     compared.
     """
+    positions: Positions = "one"
+    """Which sampled tokens of an episode are measured."""
 
     def __post_init__(self) -> None:
         if self.prefixes < 2 or self.rollouts < 2 or self.rollouts % 2 or self.top < 1:
             raise ConfigError(
                 "--prefixes must be >= 2, --rollouts even and >= 2 and --top >= 1, got "
                 f"{self.prefixes}, {self.rollouts} and {self.top}"
+            )
+        if isinstance(self.positions, int) and self.positions < 1:
+            raise ConfigError(
+                f"--positions must be one, all, windows or >= 1, got {self.positions}"
             )
 
 
@@ -133,10 +148,12 @@ class Alignment:
     """
 
     figures: Mapping[str, Mapping[str, Mean]]
-    """Means over prefixes, by class of the prefix's episode (success or failure), then by name.
+    """Means over episodes, by class of the episode (success or failure), then by name. The value of
+    an episode is the mean of its prefixes.
 
     Each cosine compares two directions of change of the student's logits. `forward` and `reverse`
-    compare the direction that raises success with those of the two distillation losses. `agreement`
+    compare the direction that raises success with those of the two distillation losses. `advantage`
+    is the success rate after the teacher's next token minus that after the student's. `agreement`
     compares the directions that raise success by two halves of the rollouts. `student_share` and
     `teacher_share` are the total probability of the candidates under each policy.
     """
@@ -149,6 +166,16 @@ class Alignment:
     """Number of rollouts whose environment failed. The results leave them out."""
     sampled_tokens: int
     seconds: float
+    rows: tuple[Mapping[str, Any], ...] = ()
+    """A row for each prefix: the `task` and the number of the `episode`, the `position`, which is
+    the number of tokens before the candidates, the class `kind`, and for each candidate its token,
+    text, two log-probabilities and success rate, which is None if no episode finished. Then the
+    figures of `figures`, which are None where they are not defined.
+    """
+    questions: tuple[Mapping[str, Any], ...] = ()
+    """A row for each task: its key `task`, the number of `positions` that were measured, and the
+    means over them of `FIGURES`, which are None where they are not defined.
+    """
     context: str = ""
     """The text that only the teacher reads; empty for none."""
 
@@ -162,6 +189,15 @@ class Alignment:
             table.add_row(name, *(str(self.figures[each][name]) for each in CLASSES.values()))
         counts = (str(self.indifferent[each]) for each in CLASSES.values())
         table.add_row("prefixes without a direction", *counts)
+        return table
+
+    def question_table(self) -> Table:
+        """Return a table of the results for each task, for the terminal."""
+        table = Table("task", "positions", *QUESTION_FIGURES)
+        for row in self.questions:
+            known = [row[name] for name in QUESTION_FIGURES]
+            shown = ["" if each is None else f"{each:z.3f}" for each in known]
+            table.add_row(row["task"], str(row["positions"]), *shown)
         return table
 
     def cost(self) -> str:
@@ -189,10 +225,12 @@ def probe_distillation(
     episodes. With a policy as its own teacher, they show which text to use.
 
     Prefixes are the beginnings of finished episodes in the journal of `run`, half of them successes
-    if there are enough. At each prefix, the `top` most probable next tokens of the teacher and of
-    the student are tried, with `rollouts` episodes of the student for each token. A result compares
-    the changes of the token probabilities that raise success with those that distillation would
-    make. Raises `ConfigError` before any episode if a model cannot score sequences of
+    if there are enough, up to each of the `positions`. At each prefix, the `top` most probable next
+    tokens of the teacher and of the student are tried, with `rollouts` episodes of the student for
+    each token. A result compares the changes of the token probabilities that raise success with
+    those that distillation would make.
+
+    Raises `ConfigError` before any episode if a model cannot score sequences of
     `engine.max_context` tokens, if the tokenizers of the two differ, if an external agent calls the
     policy, if `engine.logit_bias` is set (the two models are compared as they are), or if the
     journal has no finished episode. It is also raised if an environment cannot be played again up
@@ -201,8 +239,8 @@ def probe_distillation(
     console = console or Console(soft_wrap=True)
     if config.engine.logit_bias:
         raise ConfigError(
-            "probe-distillation cannot be used with engine.logit_bias, as the technique distil "
-            "cannot: set --engine.logit_bias ''"
+            "probe-distillation is not built with engine.logit_bias, as the technique distil is "
+            "not: set --engine.logit_bias ''"
         )
     began = time.monotonic()
     limit_threads()
@@ -212,14 +250,13 @@ def probe_distillation(
         rollout=replace(config.rollout, retries=0),
     )
     with Journal.read(run) as journal:
-        prefixes = choose_prefixes(journal, options.prefixes, Random(f"align/{config.seed}"))
+        random = Random(f"align/{config.seed}")
+        prefixes = choose_prefixes(journal, options.prefixes, random, options.positions)
     teaching = load_policy(config.with_policy(teacher), trained=False)
     teaching.check_length(config.engine.max_context)
     temperature = config.engine.temperature
     texts = _with_contexts(config, teaching, prefixes, options.contexts)
-    taught = [
-        [teaching.next_logps(tokens, temperature=temperature) for tokens in each] for each in texts
-    ]
+    taught = [_next_logps(teaching, each, temperature) for each in zip(*texts, strict=True)]
     vocabulary = teaching.tokenizer.get_vocab()
     del teaching
     policy, taskset, generator = build_sampler(config)
@@ -235,17 +272,18 @@ def probe_distillation(
             "tokens"
         )
     size = len(policy.tokenizer)
+    own = _next_logps(policy, [prefix.tokens for prefix in prefixes], temperature)
     candidates = [
-        choose_candidates(
-            policy.next_logps(prefix.tokens, temperature=temperature)[:size],
-            [each[:size] for each in of_teachers],
-            options.top,
-        )
-        for prefix, of_teachers in zip(prefixes, taught, strict=True)
+        choose_candidates(student[:size], [each[:size] for each in of_teachers], options.top)
+        for student, *of_teachers in zip(own, *taught, strict=True)
     ]
     tried = [each[0] for each in candidates]
     total = options.rollouts * sum(len(each.tokens) for each in tried)
-    console.print(f"{len(prefixes)} prefixes, {total} episodes to play from there", highlight=False)
+    num_episodes = len({prefix.episode for prefix in prefixes})
+    console.print(
+        f"{len(prefixes)} prefixes of {num_episodes} episodes, {total} episodes to play from there",
+        highlight=False,
+    )
 
     async def play_all() -> list[list[list[Trajectory | Failure]]]:
         async with running_generator(config, policy, generator) as running:
@@ -256,10 +294,11 @@ def probe_distillation(
 
     played = run_until_complete(play_all())
     seconds = time.monotonic() - began
-    results = [
-        replace(_figures(prefixes, view, played, seconds=seconds), context=context)
-        for context, view in zip(options.contexts, zip(*candidates, strict=True), strict=True)
-    ]
+    results = []
+    for context, view in zip(options.contexts, zip(*candidates, strict=True), strict=True):
+        rows = _rows(prefixes, view, played, policy.tokenizer)
+        means = _figures(prefixes, view, played, seconds=seconds)
+        results.append(replace(means, rows=rows, questions=_questions(rows), context=context))
     found = results[0]
     if found.failed > WARNED_SHARE * found.episodes:
         console.print(
@@ -296,10 +335,35 @@ def _placed(lessons: Lessons | None, prefix: Prefix) -> tuple[int, ...]:
     return (*lessons.with_text(prefix.task, prompt), *prefix.tokens[len(prompt) :])
 
 
-def choose_prefixes(journal: JournalReader, number: int, random: Random) -> list[Prefix]:
+def _next_logps(
+    policy: Policy, prefixes: Sequence[Sequence[int]], temperature: float
+) -> list[Tensor]:
+    """Return the log-probability `[V]` of every next token after each prefix.
+
+    Prefixes of the same episode follow one another, from the shortest on. They are computed in one
+    forward pass.
+    """
+    found: list[Tensor] = []
+    while (begin := len(found)) < len(prefixes):
+        end = begin + 1
+        while end < len(prefixes) and _is_longer(prefixes[end], prefixes[end - 1]):
+            end += 1
+        lengths = [len(each) for each in prefixes[begin:end]]
+        found += policy.logps_after(prefixes[end - 1], lengths, temperature=temperature)
+    return found
+
+
+def _is_longer(one: Sequence[int], other: Sequence[int]) -> bool:
+    return len(one) > len(other) and one[: len(other)] == other
+
+
+def choose_prefixes(
+    journal: JournalReader, number: int, random: Random, positions: Positions = "one"
+) -> list[Prefix]:
     """Return beginnings of `number` different finished episodes, each up to a random sampled token.
 
-    Half of the episodes are successes, as far as the journal has enough. Episodes with several
+    An episode can have several `positions`, and then several beginnings, from the shortest on. Half
+    of the episodes are successes, as far as the journal has enough. Episodes with several
     conversations are left out. The result is shorter if the journal has fewer episodes. Raises
     `ConfigError` if it has none.
     """
@@ -322,15 +386,28 @@ def choose_prefixes(journal: JournalReader, number: int, random: Random) -> list
     correct = min(len(kept[True]), max(number // 2, number - len(kept[False])))
     chosen = {True: correct, False: number - correct}
     return [
-        _cut(item, seed, random)
+        _cut(item, seed, place)
         for success, sample in kept.items()
         for item, seed in random.sample(sample, min(chosen[success], len(sample)))
+        for place in _places(item.num_sampled, positions, random)
     ]
 
 
-def _cut(item: Trajectory, seed: int, random: Random) -> Prefix:
-    """Return the beginning of an episode up to a random sampled token, which is left out."""
-    left = random.randrange(item.num_sampled)
+def _places(num_sampled: int, positions: Positions, random: Random) -> Sequence[int]:
+    """Return the indices, among an episode's sampled tokens, at which success is measured."""
+    if isinstance(positions, int):
+        # The first is random, so that each token is measured with the same probability.
+        return range(random.randrange(min(positions, num_sampled)), num_sampled, positions)
+    if positions == "windows":
+        windows = [(1 << i) - 1 for i in range(num_sampled.bit_length())]
+        ends = [*windows[1:], num_sampled]
+        pairs = zip(windows, ends, strict=True)
+        return [random.randrange(start, end) for start, end in pairs if start < end]
+    return [random.randrange(num_sampled)]
+
+
+def _cut(item: Trajectory, seed: int, left: int) -> Prefix:
+    """Return the beginning of an episode up to sampled token number `left`, which is left out."""
     pieces: list[Piece] = []
     for piece in item.pieces:
         if isinstance(piece, Sampled):
@@ -400,7 +477,8 @@ async def _play(  # noqa: PLR0913 - two of them are options
     async def play(prefix: Prefix, token: int, index: int) -> Trajectory | Failure:
         nonlocal num_done
         record = EpisodeRecord(rollout.next_episode(), prefix.extended(token), None)
-        noise = derive_seed(config.seed, "align", prefix.episode, token, index)
+        place = len(prefix.tokens)
+        noise = derive_seed(config.seed, "align", prefix.episode, place, token, index)
         async with free:
             outcome = await rollout.episode(
                 prefix.task, env_seed=prefix.env_seed, noise_seed=noise, record=record
@@ -427,27 +505,83 @@ def _figures(
     *,
     seconds: float,
 ) -> Alignment:
-    rows: dict[str, list[Mapping[str, float]]] = {name: [] for name in CLASSES.values()}
+    rows: dict[str, dict[int, list[Mapping[str, float]]]] = {name: {} for name in CLASSES.values()}
     sampled = 0
     for prefix, each, outcomes in zip(prefixes, candidates, played, strict=True):
-        rows[CLASSES[prefix.success]].append(_of_prefix(each, outcomes))
+        of_kind = rows[CLASSES[prefix.success]]
+        of_kind.setdefault(prefix.episode, []).append(_of_prefix(each, outcomes))
         before = sum(len(piece.tokens) for piece in prefix.pieces if isinstance(piece, Sampled))
         ended = [one for row in outcomes for one in row if isinstance(one, Trajectory)]
         sampled += sum(one.num_sampled - before - 1 for one in ended)
     ends = list(_flat(played))
     return Alignment(
         figures={
-            kind: {name: Mean.of([row[name] for row in found]) for name in FIGURES}
+            kind: {
+                name: Mean.of(
+                    [Mean.of([row[name] for row in each]).value for each in found.values()]
+                )
+                for name in FIGURES
+            }
             for kind, found in rows.items()
         },
         indifferent={
-            kind: sum(row["indifferent"] == 1 for row in found) for kind, found in rows.items()
+            kind: sum(row["indifferent"] == 1 for each in found.values() for row in each)
+            for kind, found in rows.items()
         },
         episodes=len(ends),
         failed=sum(isinstance(one, Failure) for one in ends),
         sampled_tokens=sampled,
         seconds=seconds,
     )
+
+
+def _rows(
+    prefixes: Sequence[Prefix],
+    candidates: Sequence[Candidates],
+    played: Sequence[Sequence[Sequence[Trajectory | Failure]]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[Mapping[str, Any], ...]:
+    """Return the results of each prefix, as `Alignment.rows` has them."""
+    rows = []
+    for prefix, each, outcomes in zip(prefixes, candidates, played, strict=True):
+        tried = zip(each.tokens, each.student_logp, each.teacher_logp, outcomes, strict=True)
+        found = [
+            {
+                "token": token,
+                "text": str(tokenizer.decode([token])),
+                "student_logp": float(student),
+                "teacher_logp": float(teacher),
+                "success_rate": _or_none(_rate(ended)),
+            }
+            for token, student, teacher, ended in tried
+        ]
+        figures = _of_prefix(each, outcomes)
+        row = {
+            "task": prefix.task.key,
+            "episode": prefix.episode,
+            "position": len(prefix.tokens),
+            "kind": CLASSES[prefix.success],
+            "candidates": found,
+        }
+        rows.append(row | {name: _or_none(figures[name]) for name in FIGURES})
+    return tuple(rows)
+
+
+def _questions(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return the means of `rows` by task, as `Alignment.questions` has them."""
+    by_task: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_task.setdefault(row["task"], []).append(row)
+    found = []
+    for task, of_task in by_task.items():
+        known = {name: [row[name] for row in of_task if row[name] is not None] for name in FIGURES}
+        means = {name: fmean(each) if each else None for name, each in known.items()}
+        found.append({"task": task, "positions": len(of_task), **means})
+    return tuple(found)
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def _flat(
@@ -478,6 +612,7 @@ def _of_prefix(
     return {
         "forward": float(cosine(success, distilled[0])),
         "reverse": float(cosine(success, distilled[1])),
+        "advantage": float(teacher_advantage(each.student_logp, each.teacher_logp, whole)),
         "agreement": float(cosine(*halves)),
         "student_share": float(each.student_logp.exp().sum()),
         "teacher_share": float(each.teacher_logp.exp().sum()),

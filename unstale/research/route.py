@@ -2,8 +2,8 @@
 
 One small value model for all policies forecasts the success of a policy at a task from the task's
 words and from the policy's results at other tasks. A task goes to the policy with the largest
-forecast minus `price` times the policy's cost. To measure what that is worth, half of the tasks are
-routed, by the results of the other half.
+forecast minus `price` times the policy's cost. To measure the gain, half of the tasks are routed
+with forecasts from the results of the other half.
 """
 
 import json
@@ -24,7 +24,9 @@ STEPS = 100
 WIDTH, RATE = 0.1, 0.03
 """The width and the learning rate of the value model, as in `predicted_sampler`."""
 FEWEST = 8
-"""Smallest number of tasks in each half: those of the forecasts and those that are routed."""
+"""Smallest number of tasks in each half of the tasks. Forecasts are fitted on one half, and tasks
+of the other are routed.
+"""
 
 Counts = Mapping[str, tuple[int, int]]
 """One policy's results: by task key, the numbers of successes and attempts."""
@@ -32,7 +34,7 @@ Counts = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The success and the cost of the routed tasks if one way of choosing policies is used."""
+    """The success and the cost of the routed tasks with one rule that chooses policies."""
 
     success: float
     cost: float
@@ -52,15 +54,15 @@ def read_counts(path: Path) -> Counts:
             solved, tried = counts.get(row["task"], (0, 0))
             counts[row["task"]] = solved + bool(row["success"]), tried + 1
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no file of `unstale eval --save`: {error}") from error
+        raise ConfigError(f"{path} is not a file of `unstale eval --save`: {error}") from error
     return counts
 
 
 def route(
     texts: Mapping[str, str], results: Sequence[Counts], costs: Sequence[float], price: float
 ) -> dict[str, Routed]:
-    """Return success and cost of the router, of each policy used for all tasks, and of the best
-    choice.
+    """Return success and cost of the router, of each policy if it were used for all tasks, and of
+    the best choice for each task.
 
     `texts` has each task's words by its key. `results` and `costs` have an element for each policy.
     `price` converts cost to success. Raises `ConfigError` if one half of the tasks has fewer than
@@ -86,7 +88,8 @@ def route(
 def dispatch(
     texts: Mapping[str, str], results: Sequence[Counts], costs: Sequence[float], price: float
 ) -> dict[str, tuple[int, list[float]]]:
-    """Return the policy for each task with a text, from 0, and the forecasts of all policies.
+    """Return for each task with a text the index of the chosen policy, and the forecasts of all
+    policies.
 
     The tasks need no results. Raises `ConfigError` if fewer than `FEWEST` have results of all
     policies.
@@ -121,8 +124,8 @@ def _forecasts(
 ) -> Array:
     """Return the forecast success of each policy at the tasks `asked`, `[asked, policies]`.
 
-    One model is trained on the results of all policies at the tasks `known`. It tells policies
-    apart only by their results, which it reads.
+    One model is trained on the results of all policies at the tasks `known`. Its only information
+    about a policy is the policy's results, which are an input.
     """
     vectors = dict(zip(texts, embed(list(texts.values())), strict=True))
     fit, new = (np.stack([vectors[key] for key in half]) for half in (known, asked))

@@ -2,7 +2,7 @@
 continue.
 
 A stage is a number of replies, such as those that find a fault, change the code and test the
-change. From SWE-Reasoner, whose judge is a reward model.
+change. From SWE-Reasoner.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 async def beam_search(
     extend: Callable[[T | None, int, int], Awaitable[Sequence[T]]],
-    rank: Callable[[Sequence[T]], Awaitable[Sequence[T]]],
+    rank: Callable[[Sequence[T], int], Awaitable[Sequence[T]]],
     *,
     stages: int,
     width: int,
@@ -31,7 +31,7 @@ async def beam_search(
 
     `extend(kept, number, stage)` returns `number` candidates of the stage (1, 2, ...) that continue
     the candidate `kept`, which is None in stage 1. Each stage has `width` candidates in total.
-    `rank` sorts them, best first, and the first `beam` are kept.
+    `rank(candidates, stage)` sorts them, best first, and the first `beam` are kept.
     """
     kept: Sequence[T | None] = [None]
     for stage in range(1, stages + 1):
@@ -44,7 +44,7 @@ async def beam_search(
         candidates = [each for one in made for each in one.result()]
         if not candidates:
             return None
-        kept = (await rank(candidates))[:beam]
+        kept = (await rank(candidates, stage))[:beam]
     return kept[0]
 
 
@@ -57,14 +57,16 @@ async def _extended(
     return await extend(kept, share, stage)
 
 
-class Stages:
+class StagedAttempts:
     """Attempts at one task that can be stopped after each stage and continued later."""
 
-    def __init__(self, rollout: Rollout, task: Task, seed: int, *, stages: int, turns: int) -> None:
-        """Prepare the attempts. Each stage but the last has at most `turns` replies."""
+    def __init__(self, rollout: Rollout, task: Task, seed: int, *, ends: Sequence[int]) -> None:
+        """Prepare the attempts. `ends` has the number of replies after which each stage ends. The
+        last stage has no limit.
+        """
         self._rollout = rollout
         self._request = GroupRequest(0, task, seed, 0)
-        self._stages, self._turns = stages, turns
+        self._ends = ends
         self._numbers = count()
         self.tokens = 0
         """Number of tokens sampled so far."""
@@ -83,7 +85,7 @@ class Stages:
         if attempt:
             fork = Fork(attempt.episode, len(attempt))
             start = Start(fork, fork.prefix_of(attempt.pieces))
-        limit = TurnLimit(stage * self._turns) if stage < self._stages else None
+        limit = TurnLimit(self._ends[stage - 1]) if stage < len(self._ends) else None
         indices = [next(self._numbers) for _ in range(share)]
         results = await self._rollout.run_episodes(
             replace(self._request, turn_limit=limit),

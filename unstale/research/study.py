@@ -80,11 +80,10 @@ class Setting:
 
     name: str
     positions: Mapping[str, str]
-    """For each dial, by name: the name of its position."""
+    """The name of the position of each dial, by the dial's name."""
     values: Values
     parts: Mapping[str, Sequence[str]]
-    """For each part of the study that contains this setting, by name: the configurations compared
-    there.
+    """The configurations that each part of the study compares in this setting, by the part's name.
     """
 
     def arms(self, name: str) -> set[str]:
@@ -115,10 +114,11 @@ class Study:
     differences: PlannedDifferences
 
     def chosen(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Return the chosen settings by name, each with the configurations that are compared in it.
+        """Return name of each chosen setting -> names of the configurations to compare in it.
 
-        `names` are those of settings or of parts, and may have a `*`. Without names, all settings
-        are chosen. Raises `ConfigError` for a name that matches none.
+        `names` has names of settings, or of parts of the study (of which each may contain several
+        settings). `*` in a name matches any text. Without names, all settings are chosen. Raises
+        `ConfigError` for a name that matches none.
         """
         found: dict[str, set[str]] = {name: set() for name in self.settings}
         for name in names or ["*"]:
@@ -197,7 +197,7 @@ def read_study(path: Path) -> Study:
     }
     if about["reference"] not in arms:
         raise ConfigError(
-            f"{path}: study.reference is {about['reference']!r}, which is no arm"
+            f"{path}: study.reference is {about['reference']!r}, which is not an arm"
             f"{nearest(about['reference'], list(arms))}"
         )
     settings = _settings(tables["dials"], tables["parts"], about["reference"], list(arms), path)

@@ -377,7 +377,7 @@ def rates_of(run: Path) -> dict[Cell, tuple[int, int]]:
     task = read_config(run).task
     if getattr(task, "reward", "") != REWARD:
         raise ConfigError(
-            f"--rates {run} is no run on tasks of `unstale synthesize`: its task.reward is not "
+            f"--rates {run} is not a run on tasks of `unstale synthesize`: its task.reward is not "
             f"{REWARD}"
         )
     data_of: Callable[[Task], Mapping[str, Any]] = getattr(build_taskset(task), "data_of")  # noqa: B009

@@ -107,6 +107,16 @@ async def trace(prompt: str, solution: str, tool: Tool) -> list[dict[str, Any]]:
     return messages
 
 
+def _compare(text: str, answer: str) -> None:
+    """Raise `NotTraced` if the last number of a text is not that of the answer."""
+    try:
+        equal = numeric_answer(text, {"answer": answer})
+    except ValueError:
+        raise NotTraced("no number as the answer") from None
+    if not equal:
+        raise NotTraced("another answer")
+
+
 async def rewritten(
     prompt: str, solution: str, writer: Writer, seed: int = 0
 ) -> list[dict[str, Any]]:
@@ -138,8 +148,7 @@ async def rewritten(
             {"role": "tool", "content": answer},
         ]
         start = each.end()
-    if not numeric_answer(text[start:], {"answer": solution}):
-        raise NotTraced("another answer")
+    _compare(text[start:], solution)
     messages.append({"role": "assistant", "content": text[start:].strip()})
     return messages
 
@@ -163,8 +172,8 @@ async def traces(  # noqa: PLR0913 - names of three columns, and who rewrites
     async def one(number: int, row: Mapping[str, Any]) -> dict[str, Any] | str:
         text = str(row[solution])
         try:
-            if answer and not numeric_answer(text, {"answer": str(row[answer])}):
-                raise NotTraced("another answer")
+            if answer:
+                _compare(text, str(row[answer]))
             if writer:
                 found = await rewritten(str(row[prompt]), text, writer, number)
             else:

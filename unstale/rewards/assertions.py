@@ -23,8 +23,8 @@ _DIGITS = threading.Lock()
 _RANDOM = frozenset({"random", "secrets", "uuid", "time"})
 _USE = "Put other code into a function check(f) that the test calls at its end"
 RAISED = "__raised__"
-"""Name of a function that assertions may call in the program's process. It returns the names of the
-classes of the exception that a call raises.
+"""Name of a function that assertions may call in the tested program's process. It makes a call and
+returns the class name of the exception raised, with those of its base classes.
 """
 _SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 

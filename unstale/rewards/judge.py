@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,7 @@ from urllib.parse import urlsplit
 
 from unstale.engines.http import Http, HttpError
 from unstale.envs import EnvError
+from unstale.envs.numbers import last_number
 from unstale.envs.strict_json import STRICT_DECODER
 
 MAX_SCORE = 10
@@ -190,7 +192,8 @@ class LLMJudge:
         """Calls and tokens used so far. If the endpoint does not report a call's tokens, the
         largest number that it can have used is counted.
         """
-        self._instructions = INSTRUCTIONS.format(rubric=rubric.strip(), top=MAX_SCORE)
+        self._rubric = rubric.strip()
+        self._instructions = INSTRUCTIONS.format(rubric=self._rubric, top=MAX_SCORE)
         self._http = Http(endpoint.url, key=endpoint.key, max_body_bytes=MAX_RESPONSE_BYTES)
         self._threads = ThreadPoolExecutor(endpoint.at_once, thread_name_prefix="judge")
         self.places = Places(endpoint.at_once)
@@ -219,13 +222,9 @@ class LLMJudge:
         Raises `JudgeError` if the judge returns no valid grade, and its subclass `BudgetSpent` if
         the budget does not allow the call.
         """
-        content = json.dumps(texts, indent=1).encode(errors="replace").decode()
         body = {
             "model": self.endpoint.model,
-            "messages": [
-                {"role": "system", "content": self._instructions},
-                {"role": "user", "content": content},
-            ],
+            "messages": self._messages(texts),
             "max_tokens": self.endpoint.max_tokens,
             **self.endpoint.options,
         }
@@ -235,6 +234,16 @@ class LLMJudge:
     async def score(self, **texts: str) -> float:
         """Return the grade as a number from 0 to 1. Raises the errors of `verdict`."""
         return (await self.verdict(**texts)).score
+
+    def _messages(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
+        content = json.dumps(texts, indent=1).encode(errors="replace").decode()
+        return [
+            {"role": "system", "content": self._instructions},
+            {"role": "user", "content": content},
+        ]
+
+    def _read(self, answer: str) -> tuple[int, str]:
+        return read_verdict(answer)
 
     def _cached_verdict(self, body: Mapping[str, Any]) -> JudgeVerdict:
         question = f"{self.endpoint.url}\n{json.dumps(body)}"
@@ -262,7 +271,7 @@ class LLMJudge:
             try:
                 completion = self._call(body)
                 self._spend(0, _used_tokens(completion, max_cost) - max_cost)
-                return read_verdict(_message_text(completion))
+                return self._read(_message_text(completion))
             except _Retryable as error:
                 cause = error
         kind = UnreadableVerdict if isinstance(cause, _Unreadable) else JudgeError
@@ -300,6 +309,27 @@ class LLMJudge:
             raise JudgeError(str(error)) from error
         except OSError as error:
             raise _Retryable(f"{type(error).__name__}: {error}") from error
+
+
+class StepJudge(LLMJudge):
+    """A language model that names the first wrong step of a solution, and 0 if none is wrong.
+
+    It was trained with the reward `unstale.rewards:first_error`. It reads what the prompts of that
+    training had: the rubric as a system message, if there is one, and the texts as they are, with
+    an empty line between two. The grade is 1 if the last number of its answer is 0. Otherwise it
+    is 0.
+    """
+
+    def _messages(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
+        asked = "\n\n".join(texts.values()).encode(errors="replace").decode()
+        system = [{"role": "system", "content": self._rubric}] if self._rubric else []
+        return [*system, {"role": "user", "content": asked}]
+
+    def _read(self, answer: str) -> tuple[int, str]:
+        named = last_number(answer.rpartition("</think>")[2])
+        if named is None or named < 0 or Fraction(named).denominator != 1:
+            raise _Unreadable(f"no number of a step: {answer[:300]!r}")
+        return (0 if named else MAX_SCORE), f"step {named}" if named else "no wrong step"
 
 
 def _message_text(completion: Any) -> str:
@@ -345,11 +375,11 @@ async def find_flaw(
 ) -> dict[str, float]:
     """Let a judge look for flaws in a successful episode. Return two facts for `Turn.facts`.
 
-    `flaw` is 1 if the judge's score of the texts is below `least`. `flaw_unread` is 1 if the
-    judge's answer was not a grade, which does not count as a flaw (FAPO, arXiv 2510.22543). If
-    `success` is False, the judge is not called and both are 0. The technique
-    `flawed_success_penalty` reads these facts (docs/techniques.md). Raises the other errors of
-    `LLMJudge.verdict`.
+    `flaw` is 1 if the judge's score of the texts is below `least`, for example because a
+    `StepJudge` names a wrong step. `flaw_unread` is 1 if the judge's answer had no grade, which does not count as a
+    flaw (FAPO, arXiv 2510.22543). If `success` is False, the judge is not called and both are 0.
+    The technique `flawed_success_penalty` reads these facts (docs/techniques.md). Raises the other
+    errors of `LLMJudge.verdict`.
     """
     if not success:
         return {"flaw": 0.0, "flaw_unread": 0.0}

@@ -3,7 +3,8 @@
     python -m unstale.rewards.reward_model_worker FOLDER
 
 It prints a line of JSON when the model is loaded. Then each line of its input is a list of
-conversations. It prints a list with a score or an error text for each of them.
+conversations, and of solutions divided into steps. It prints a list with a score, or the scores of
+the steps, or an error text for each of them.
 """
 
 import json
@@ -15,29 +16,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from unstale.config import ConfigError
+from unstale.config.files import read_mapping
 from unstale.config.hub import reading
 
 Messages = Sequence[dict[str, str]]
 
 
+STEP_END = "\n"
+"""The text after each step of a solution, as in TRL's training of process reward models."""
+
+
 class Scorer:
-    """A sequence-classification model that returns one number, and its tokenizer."""
+    """A model that scores conversations, or the steps of solutions, and its tokenizer.
+
+    It classifies sequences and returns one number, or classifies tokens by two labels.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Load the model from a folder. Raises ValueError if it does not return a single number."""
+        """Load the model from a folder. Raises ValueError if it returns other numbers."""
         # No code of the folder is run: no other model class, and no pickle.
         self._tokenizer: Any = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        model: Any = AutoModelForSequenceClassification.from_pretrained(
+        named = read_mapping(folder / "config.json").get("architectures") or [""]
+        self._of_tokens = "ForTokenClassification" in str(named[0])
+        kind: Any = AutoModelForSequenceClassification
+        if self._of_tokens:
+            kind = AutoModelForTokenClassification
+        model: Any = kind.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
-        if model.config.num_labels != 1:
+        wanted = 2 if self._of_tokens else 1
+        if model.config.num_labels != wanted:
+            kind_name = "process reward model" if self._of_tokens else "reward model"
+            number = "two" if self._of_tokens else "one"
             raise ValueError(
-                f"it has {model.config.num_labels} labels, and a reward model has one (num_labels)"
+                f"it has {model.config.num_labels} labels, and a {kind_name} has {number} "
+                "(num_labels)"
             )
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         text = model.config.get_text_config()
@@ -45,12 +67,53 @@ class Scorer:
         pad = self._tokenizer.pad_token_id
         self._pad = pad if pad == text.pad_token_id else None
 
+    def answers(self, items: Sequence[Any]) -> list[float | list[float] | str]:
+        """Return the score of each conversation, and the scores of each solution's steps, or an
+        error text.
+
+        A solution is an object with the texts `task` and `steps`.
+        """
+        conversations = [each for each in items if isinstance(each, list)]
+        scores = iter(self.scores(conversations))
+        return [
+            next(scores) if isinstance(each, list) else self.of_steps(each["task"], each["steps"])
+            for each in items
+        ]
+
+    def of_steps(self, task: str, steps: Sequence[str]) -> list[float] | str:
+        """Return the probability that each step is right, or an error text.
+
+        Nothing else is in the forward passes, so the result does not depend on other requests.
+        """
+        if not self._of_tokens:
+            found = self.scores(
+                [_solution(task, "".join(steps[:end])) for end in range(1, len(steps) + 1)]
+            )
+            errors = [each for each in found if isinstance(each, str)]
+            return errors[0] if errors else torch.sigmoid(torch.tensor(found)).tolist()
+        tokens: list[int] = list(self._tokenizer(task)["input_ids"])
+        ends: list[int] = []
+        for step in steps:
+            for text in (step.strip(), STEP_END):
+                tokens += self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            ends.append(len(tokens) - 1)
+        if len(tokens) > self._longest:
+            return self._too_long(len(tokens))
+        return self._of_ends(tokens, ends)
+
+    @torch.inference_mode()
+    def _of_ends(self, tokens: list[int], ends: list[int]) -> list[float]:
+        logits = self._model(input_ids=torch.tensor([tokens], device=self._model.device)).logits
+        return logits[0, ends].float().softmax(-1)[:, 1].tolist()
+
     def scores(self, conversations: Sequence[Messages]) -> list[float | str]:
         """Return the score, or an error text, of each conversation.
 
         If model and tokenizer do not have the same padding token, conversations are scored one at a
         time.
         """
+        if self._of_tokens:
+            return ["it classifies tokens, so it scores steps only"] * len(conversations)
         encoded = [self._encode(each) for each in conversations]
         found: list[float | str] = ["" if isinstance(each, list) else each for each in encoded]
         rows = [(i, each) for i, each in enumerate(encoded) if isinstance(each, list)]
@@ -70,9 +133,10 @@ class Scorer:
         else:
             before = "\n".join(each["content"] for each in messages[:-1])
             tokens = self._tokenizer(before, messages[-1]["content"])["input_ids"]
-        if len(tokens) > self._longest:
-            return f"the conversation has {len(tokens)} tokens, and the model takes {self._longest}"
-        return list(tokens)
+        return self._too_long(len(tokens)) if len(tokens) > self._longest else list(tokens)
+
+    def _too_long(self, count: int) -> str:
+        return f"the conversation has {count} tokens, and the model takes {self._longest}"
 
     @torch.inference_mode()
     def _run(self, rows: Sequence[list[int]]) -> list[float]:
@@ -88,6 +152,10 @@ class Scorer:
             attention_mask=torch.tensor(mask, device=device),
         )
         return [float(each) for each in out.logits[:, 0].float().cpu()]
+
+
+def _solution(task: str, text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": task}, {"role": "assistant", "content": text}]
 
 
 def version_of(folder: Path) -> str:
@@ -114,7 +182,7 @@ def main(folder: Path) -> None:
         return
     print(json.dumps({"version": version_of(folder)}), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(scorer.scores(json.loads(line))), file=answers, flush=True)
+        print(json.dumps(scorer.answers(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

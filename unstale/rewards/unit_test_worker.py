@@ -228,8 +228,8 @@ def replay(test: dict[str, Any]) -> bool | str | list[str]:
 
 
 class _Replay:
-    """The calls of the program that a check function makes. The answers to the first ones are
-    known.
+    """The calls of the tested program that a check function makes. The answers to the first calls
+    are known.
     """
 
     def __init__(self, known: list[str], answers: tuple[Any, ...]) -> None:

@@ -91,9 +91,9 @@ class Evaluation:
 
     measure: Callable[..., Awaitable[list[bool | None]]]
     """A function that runs `samples` episodes on each held-out task. It returns whether each
-    episode succeeded, or None for an episode that failed. The episodes of one task follow each
-    other. Its argument `progress` is a function that it calls with a text, the numbers `done` and
-    `total`, and a function `detail` that returns what the episodes wait for.
+    episode succeeded, or None for an episode that failed. In this list, the episodes of one task
+    are next to each other. Its argument `progress` is a function that it calls with a text, the
+    numbers `done` and `total`, and a function `detail` that returns what the episodes wait for.
     """
     samples: int = 1
     """Number of episodes on each held-out task."""

@@ -1,9 +1,26 @@
 """Deadlines of groups, so that finished groups may be trained on before older unfinished ones.
 
 A group is several episodes of one task. Batches are numbered from 0. A batch is released when all
-engines have loaded the weights that were trained on it. A group admitted to the queue after the
-release of `n` batches has the deadline `n + bound`: the number of the last batch that may contain
-it. docs/staleness.md has the derivation.
+engines have loaded the weights that were trained on it. If `n` batches were released before a group
+entered the queue, its deadline is `n` + the staleness bound. The deadline is the number of the last
+batch that may contain the group. docs/staleness.md has the rule by which batches are taken.
+
+Why no token is older than the bound: let `B` be the bound, `G` the number of groups in a batch, `t`
+the number of groups taken so far. Invariant: before batch `n` is taken, for every `d >= n - 1`, at
+most `G (d + 1) - t` groups are not taken and have a deadline of `d` or earlier.
+
+It holds. A batch is taken only if the invariant holds afterwards, or in strict order. Deadlines
+never decrease with the position, so strict order takes the earliest ones first. If all `G` groups
+of the batch have a deadline of `d` or earlier, both sides become smaller by `G`. Otherwise no such
+group is left. A group that is admitted when `v` batches are released has the latest deadline,
+`v + B`. There are at most `(B + 1) G` tickets. They are held by the groups that are not taken, and
+by the `t - v G` that are taken and not released. So with the new group, at most
+`(B + 1) G - (t - v G) = G (v + B + 1) - t` groups are not taken, as the invariant asks for
+`d = v + B`.
+
+It suffices. Before batch `n` is taken, `t = n G`. For `d = n - 1` there is no place left, so no
+group has a deadline before `n`. The first token of a group in batch `n` has version `n - B` or a
+newer one. The queue cannot stop, because groups end and the oldest ones can be taken.
 """
 
 from bisect import bisect_left

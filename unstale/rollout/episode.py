@@ -29,7 +29,6 @@ from unstale.envs import (
     HasTaskTools,
     HasWorker,
     Message,
-    Resumable,
     RewardCombiner,
     Taskset,
     Turn,
@@ -68,6 +67,7 @@ from unstale.records import (
     TurnLimit,
     count_cut_replies,
     count_turns,
+    is_unrepeated,
 )
 from unstale.rollout import More, no_more
 from unstale.rollout.failures import FailureLimit, TooManyFailures
@@ -75,7 +75,8 @@ from unstale.rollout.generator import Generator
 from unstale.rollout.rounds import NO_FORK, Pruned, Rounds, Start
 from unstale.rollout.seeds import derive_seed
 from unstale.rollout.segments import BudgetUse, EpisodeSlot, EpisodeSlots
-from unstale.rollout.timeouts import Attempt, PersistentTimeout
+from unstale.rollout.states import EnvStates
+from unstale.rollout.timeouts import Attempt, PersistentTimeout, in_turn
 from unstale.rollout.transcript import NotReplayed, NullWriter, OpenWriter, Transcript
 from unstale.rollout.turn_limit import AllowedTurns
 from unstale.stop_signals import SecondSignal
@@ -153,7 +154,7 @@ def _is_current(task: asyncio.Task[Any]) -> bool:
 
 
 class Rollout:
-    """Runs episodes of the policy in the environments of a task set.
+    """A runner of episodes of the policy in the environments of a task set.
 
     `on_piece` is called with newly sampled tokens as soon as the engine returns them. `on_end` is
     called with the number of each episode that has ended without failure, and with the number of
@@ -173,11 +174,14 @@ class Rollout:
         on_blocked: OnBlocked = lambda name, seconds: None,
         slots: EpisodeSlots | None = None,
         deterministic: bool = False,
+        forks: bool = False,
     ) -> None:
         """Create a rollout.
 
         `slots` limits how many episodes run at the same time, if a technique divides episodes into
-        segments. `deterministic` avoids threads, so that episodes repeat exactly.
+        segments. `deterministic` avoids threads, so that episodes repeat exactly. With `forks`, the
+        states of environments are kept until their group ends, for episodes that continue from
+        them.
         """
         self.generator = generator
         self.taskset = taskset
@@ -186,8 +190,8 @@ class Rollout:
         self.config = config
         self._timeout_s = max(config.timeout_s, getattr(taskset, "longest_call_s", 0.0))
         self.turn_limit: TurnLimit | None = None
-        """A technique's limit of turns for episodes of no group, which `episode` or a server runs.
-        None for no such limit.
+        """A technique's limit of turns for episodes outside of groups, which `episode` or a server
+        runs. None for no such limit.
         """
         self.on_piece = on_piece
         self.on_end = on_end
@@ -196,6 +200,7 @@ class Rollout:
         self._on_blocked = on_blocked
         self._slots = slots
         self._deterministic = deterministic
+        self._forks = forks
         self._longest_blocked: dict[str, float] = {}
         self.wait_times = Stopwatch(
             "generation_wait", "tool_wait", *(["slot_wait"] if slots else [])
@@ -264,13 +269,14 @@ class Rollout:
         # More than `size` if episodes were added to the group before a resume.
         forks = [record.fork for record in request.past]
         forks += [None] * (size - len(forks))
+        states = EnvStates() if self._forks else None
         number = self._failures.begin()
         try:
             if rounds:
-                results = await self._in_rounds(request, size, open_writer, rounds)
+                results = await self._in_rounds(request, size, open_writer, rounds, states)
                 forks = [None] * len(results)
             while len(results) < len(forks):
-                starts = _starts(request, results, forks)
+                starts = _starts(request, results, forks, states)
                 indices = range(len(results), len(forks))
                 past = enumerate(request.past)
                 records = {index: record for index, record in past if index in indices}
@@ -278,17 +284,27 @@ class Rollout:
                     request, indices, records, open_writer, starts=starts
                 )
                 forks += await more(results)
-            self._failures.count(number, results)
+            self._failures.count(number, [each for each in results if not is_unrepeated(each)])
         finally:
             self._failures.end(number)
+            # A copy's failure to close is none of an episode. Each is closed in a task of its own,
+            # because a time limit has no effect in a task that was cancelled.
+            closing = map(_close, states.copies() if states else ())
+            await asyncio.shield(asyncio.gather(*closing, return_exceptions=True))
         return _group(request, results)
 
     async def _in_rounds(
-        self, request: GroupRequest, size: int, open_writer: OpenWriter, rounds: Rounds
+        self,
+        request: GroupRequest,
+        size: int,
+        open_writer: OpenWriter,
+        rounds: Rounds,
+        states: EnvStates | None,
     ) -> list[Trajectory | Failure]:
         records = dict(enumerate(request.past))
 
         async def episode(index: int, start: Start) -> Trajectory | Failure:
+            start = start._replace(states=states)
             return await self._tried(request, index, records.get(index), open_writer, start)
 
         return await rounds.run(episode, request.sizes[0] if request.sizes else size)
@@ -332,7 +348,7 @@ class Rollout:
         task.
         """
         outcome = await self._sibling(request, index, record, open_writer, start)
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, Failure) and not is_unrepeated(outcome):
             await self.quarantine(request.task)
         return outcome
 
@@ -350,9 +366,9 @@ class Rollout:
     ) -> Coroutine[Any, Any, Trajectory | Failure]:
         """Return a coroutine that runs the episode with this index in its group.
 
-        If the episode has segments, the coroutine first waits until the episode may run
-        (`EpisodeSlots`). A technique's limit of turns does not hold for an episode that begins
-        with placed text, which may have more turns.
+        If a technique divides the episode into segments, the coroutine first waits until the
+        episode may run (`EpisodeSlots`). A technique's limit of turns does not hold for an episode
+        that begins with text of a strategy, because this text may have more turns.
         """
         slot = None
         if self._slots and request.budget.segments:
@@ -418,20 +434,22 @@ class Rollout:
         """Run one episode. If its environment fails, repeat the episode up to `rollout.retries`
         times.
 
-        An episode with a `record` continues from there. If the environment does not repeat the
-        recorded text, the episode starts again from its beginning or its fork. This is no failure,
-        unless text before the fork differs. `limit` is a technique's limit of turns. Each attempt
-        may use the whole `budget`. An episode about which a strategy has decided (`Looks`) is not
-        repeated.
+        An episode with a `record` continues from the record's end. If the environment does not
+        repeat the recorded text, the episode starts again from its beginning or its fork. This
+        counts as a failure only if text before the fork, or text of the fork, differs. Two kinds of
+        episodes are not repeated: those whose environment does not repeat the answers in the text
+        of the fork (`is_unrepeated`), and those about which a strategy has decided (`Looks`).
+        `limit` is a technique's limit of turns. Each attempt may use the whole `budget`.
         """
-        fork, prefix, looks, _ = start
+        fork, prefix, looks, _, states = start
         failures = record.failures if record else 0
         if record and record.outcome:
             if looks:
                 await looks.repeat(record)
             if looks and looks.visited:
                 return record.outcome
-            if isinstance(record.outcome, Trajectory) or failures > self.config.retries:
+            is_final = failures > self.config.retries or is_unrepeated(record.outcome)
+            if isinstance(record.outcome, Trajectory) or is_final:
                 return record.outcome
             record = None
         num_given = sum(len(piece.tokens) for piece in prefix)
@@ -447,6 +465,8 @@ class Rollout:
                 prefix=prefix,
                 role=next(iter(self.roles), ""),
                 looks=looks,
+                states=states,
+                task_set=task.env,
             )
             past, record = record, None
             try:
@@ -456,9 +476,9 @@ class Rollout:
                     )
                 )
             except (EpisodeFailed, NotReplayed) as error:
-                failure = failure_of(
-                    error, task, transcript.all_pieces, await self._describe(error, task)
-                )
+                text = await self._describe(error, task)
+                failure = failure_of(error, task, transcript.all_pieces, text)
+                failure = replace(failure, fork=fork)
                 OCCUPANCY.require_few_interruptions()
                 reason = "the attempt that it is a branch of failed"
                 of_branches = [
@@ -487,7 +507,7 @@ class Rollout:
             for branch, lost in of_branches:
                 self.on_failure(branch, lost, False)
             failures += 1
-            final = decided or failures > self.config.retries
+            final = decided or failures > self.config.retries or is_unrepeated(failure)
             self.on_failure(number, failure, final)
             _require_few_hung(failure)
             if final:
@@ -523,7 +543,11 @@ class Rollout:
                 chat = await self.chat(task)
                 if fork and fork.writes:
                     chat = chat.with_tools(())
-                caller = opened.caller = await self.make_env(task, env_seed, fork)
+                state = transcript.start
+                copied = state.copy if state else None
+                caller = opened.caller = await (
+                    copied.fork() if copied else self.make_env(task, env_seed, fork)
+                )
                 if HasWorker in caller.kinds and (start := caller.env.worker_start()):
                     await timeout.without_limit(start)
                 turn, turn_rewards = await self._begin(transcript, caller, chat)
@@ -601,17 +625,15 @@ class Rollout:
     async def _begin(
         self, transcript: Transcript, caller: EnvCaller, chat: Chat
     ) -> tuple[Turn, list[float]]:
-        is_resumable = Resumable in caller.kinds
-        if is_resumable:
-            restored = await transcript.restore_snapshot(caller)
-            if restored is not None:
-                return restored
+        restored = await transcript.restore(caller)
+        if restored is not None:
+            return restored
         turn = await self.wait_times.on("tool_wait", caller.turn(caller.env.begin))
+        await in_turn()
         self._check_size(turn)
         encode = partial(chat.encode_prompt, turn.messages)
         transcript.add_context(context_piece(chat, await self._encoded(turn, encode)))
-        if is_resumable:
-            await transcript.save_snapshot(caller, turn, ())
+        await transcript.save_state(caller, turn, ())
         return turn, []
 
     async def _take_turns(  # noqa: PLR0913 - two of them are limits
@@ -653,7 +675,9 @@ class Rollout:
                 budget_use.count_calls(len(message.tool_calls))
                 step = caller.turn(env.step, message)
                 facts = turn.facts
-                turn = await self.combine(await self.wait_times.on("tool_wait", step))
+                turn = await self.wait_times.on("tool_wait", step)
+                await in_turn()
+                turn = await self.combine(turn)
                 if facts:
                     turn = replace(turn, facts={**facts, **turn.facts})
                 turn_rewards.append(turn.reward)
@@ -669,8 +693,7 @@ class Rollout:
                     text = await self._encoded(turn, encode)
                     self._check_size(turn, len(text))
                     transcript.add_context(context_piece(chat, text))
-                    if Resumable in caller.kinds:
-                        await transcript.save_snapshot(caller, turn, turn_rewards)
+                    await transcript.save_state(caller, turn, turn_rewards)
         return turn, "done" if ended else "cut_reply"
 
     async def _encoded(self, turn: Turn, encode: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
@@ -819,18 +842,22 @@ class _OpenEnvironment:
         """Close the environment. Raises `EpisodeFailed` if that fails, unless the episode has
         failed before.
         """
-        caller = self.caller
-        if caller is None:
-            return
         try:
-            if Closable in caller.kinds:
-                with stage("close", CLOSE_S):
-                    await caller(caller.env.close)
+            if self.caller:
+                await _close(self.caller)
         except EpisodeFailed:
             if error is None:
                 raise
-        finally:
-            caller.thread.close()
+
+
+async def _close(caller: EnvCaller) -> None:
+    """Close an environment and the thread of its calls. Raises `EpisodeFailed` if that fails."""
+    try:
+        if Closable in caller.kinds:
+            with stage("close", CLOSE_S):
+                await caller(caller.env.close)
+    finally:
+        caller.thread.close()
 
 
 async def _in_slot(
@@ -875,8 +902,9 @@ def _starts(
     request: GroupRequest,
     results: Sequence[Trajectory | Failure],
     forks: Sequence[Fork | None],
+    states: EnvStates | None,
 ) -> Mapping[int, Start]:
-    """Return the start of each forked episode without a result, by its index in the group.
+    """Return the start of each episode without a result, by its index in the group.
 
     Raises ValueError if an episode is forked from one that has not finished.
     """
@@ -885,12 +913,14 @@ def _starts(
     starts: dict[int, Start] = {}
     for index, fork in enumerate(forks[len(results) :], start=len(results)):
         if fork is None:
+            if states:
+                starts[index] = Start(states=states)
             continue
         if fork.parent not in parents:
             raise ValueError(f"episode {fork.parent} is not finished: it cannot be forked")
         parent = parents[fork.parent]
         seed = parent.seed if fork.repeats else None
-        starts[index] = Start(fork, fork.prefix_of(parent.pieces), seed=seed)
+        starts[index] = Start(fork, fork.prefix_of(parent.pieces), seed=seed, states=states)
     return starts
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -28,30 +28,39 @@ Attempt = tuple[str, int]
 0).
 """
 
+FIGURES = ("reward", "turns", "tokens")
+"""The figures of an evaluation episode that are recorded beside its success: the reward, and the
+numbers of turns and of sampled tokens.
+"""
+
 
 class FinishedEpisodes:
-    """The successes and rewards of those evaluation episodes that have ended without a failure."""
+    """The successes and figures of those evaluation episodes that have ended without a failure."""
 
     def __init__(self) -> None:
         self.successes: dict[Attempt, bool] = {}
-        self.rewards: dict[Attempt, float] = {}
+        self.figures: dict[Attempt, Mapping[str, float]] = {}
+        """The `FIGURES` of each episode, those of them that are known."""
         self.waits: dict[str, float] = {}
         """Metrics: the seconds for which the episodes waited for generation and for tools."""
 
     def add(self, attempt: Attempt, episode: Trajectory) -> None:
-        """Record the success and the reward of an attempt's episode."""
+        """Record the success and the figures of an attempt's episode."""
         self.successes[attempt] = episode.success
-        self.rewards[attempt] = episode.reward
+        self.figures[attempt] = {
+            "reward": episode.reward,
+            "turns": sum(each.num_turns for each in episode.conversations),
+            "tokens": episode.num_sampled_in_all,
+        }
 
-    def mean_reward(self, attempts: Iterable[Attempt]) -> float:
-        """Return the mean reward of those of the `attempts` that are finished.
+    def means(self, attempts: Iterable[Attempt]) -> dict[str, float]:
+        """Return the mean of each figure over those of the `attempts` that are finished, by name.
 
-        NaN if none is finished, or if the reward of a finished one is not known.
+        NaN if none is finished, or if the figure of a finished one is not known.
         """
-        ended = [attempt for attempt in attempts if attempt in self.successes]
-        if not ended or any(attempt not in self.rewards for attempt in ended):
-            return math.nan
-        return fmean(self.rewards[attempt] for attempt in ended)
+        known = [self.figures.get(each, {}) for each in attempts if each in self.successes]
+        rows = {name: [each.get(name, math.nan) for each in known] for name in FIGURES}
+        return {name: fmean(row) if row else math.nan for name, row in rows.items()}
 
 
 def attempts_at(tasks: Iterable[Task]) -> list[Attempt]:

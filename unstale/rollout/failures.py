@@ -21,9 +21,9 @@ class FailureLimit:
     """The share of failed episodes in the last groups, with the limit at which the run stops.
 
     Failing episodes often end early, so the groups that end first contain more failures than
-    others. To avoid this bias, the groups are counted in the order of their start. When n groups
-    have ended, the share is that of the first n groups started, of which only the last ones count
-    (`WINDOW`). A group among these that still runs counts as one without failures.
+    others. To avoid this bias, groups are counted in the order of their start. When n groups have
+    ended, the share is that of the first n groups in this order, or of the last `WINDOW` of these.
+    A group among them that still runs counts as one without failures.
     """
 
     def __init__(self, max_share: float) -> None:
@@ -56,7 +56,7 @@ class FailureLimit:
         return number
 
     def end(self, group: int) -> None:
-        """Record that this group no longer runs, because it has ended or was cancelled."""
+        """Record that a group no longer runs, because it has ended or was cancelled."""
         self._running.discard(group)
 
     def count(self, group: int, outcomes: Sequence[Trajectory | Failure]) -> None:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from unstale.config import EngineConfig
 from unstale.engines import DEFAULT_OPTIONS, Engine, GenerationOptions, SamplingParams
 from unstale.envs.chat import Chat
+from unstale.kept_sets import Truncation
 from unstale.rollout.segments import BudgetUse
+from unstale.rollout.timeouts import in_turn
 from unstale.rollout.transcript import Transcript
 
 
@@ -18,20 +20,35 @@ class Generator:
     config: EngineConfig
     temperature: float | None = None
     """Sampling temperature. None uses `config.temperature`, the value that the trainer uses."""
+    truncation: Truncation | None = None
+    """Limits of sampling. None uses those of `config`, the ones that the trainer uses."""
+    return_sets: bool = True
+    """True if replies must have the kept set of each token, if the truncation cuts off tokens."""
     pins: bool = False
     """True if one weight version must sample a whole episode: the version of its first token."""
     signals: bool = False
-    """True if replies must have signals: figures of each token's distribution."""
+    """True if replies must have signals: numbers about each token's distribution, such as its
+    entropy.
+    """
     precise: bool = False
-    """True if replies must be sampled without rounding, where some of the engines round."""
+    """True if replies must come from an engine that does not round weights to a format such as FP8,
+    in a run in which some engines do.
+    """
 
     @property
     def sampling_temperature(self) -> float:
         return self.config.temperature if self.temperature is None else self.temperature
 
+    @property
+    def sampling_truncation(self) -> Truncation:
+        """The limits of sampling, from which the engine derives the kept set of each token."""
+        if self.truncation is not None:
+            return self.truncation
+        return Truncation(self.config.top_p, self.config.top_k, self.config.min_p)
+
     def reply_budget(self, num_tokens: int) -> int:
-        """Return how many tokens a reply may have after `num_tokens` tokens. Below 1 if none may
-        follow.
+        """Return the largest number of tokens of a reply after `num_tokens` tokens. Below 1 if no
+        reply fits.
         """
         return min(self.config.max_completion_tokens, self.config.max_context - num_tokens)
 
@@ -85,15 +102,15 @@ class Generator:
                 stop_tokens=stop_tokens,
                 temperature=self.sampling_temperature,
                 seed=transcript.seed,
-                top_p=self.config.top_p,
-                top_k=self.config.top_k,
-                min_p=self.config.min_p,
+                **self.sampling_truncation._asdict(),
+                return_sets=self.return_sets,
                 known_experts=transcript.known_experts(),
                 sampled=len(tokens),
                 version=transcript.first_version if self.pins else -1,
                 remaining=remaining,
                 signals=self.signals,
                 precise=self.precise or bool(transcript.fork and transcript.fork.repeats),
+                scenario=transcript.task_set,
             )
             reply = await self.engine.sample(transcript.tokens, params)
             if reply.piece.tokens:
@@ -101,5 +118,6 @@ class Generator:
                 tokens += piece.tokens
                 budget_use.count(len(piece.tokens))
                 transcript.append(piece)
+            await in_turn()  # later than the record, which `interrupt` promises
             if reply.stop == "length" and len(reply.piece.tokens) < params.max_tokens:
                 return tokens, False

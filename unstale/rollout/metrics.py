@@ -95,7 +95,8 @@ def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _facts(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each fact, a number that the environment reports with an episode.
+    """Return the mean of each fact. A fact is a number that the environment reports with an
+    episode.
 
     The rewards that a task set combines into one are among the facts, as `reward/<name>`.
     """

@@ -27,13 +27,14 @@ from unstale.records import (
     replies,
 )
 from unstale.rollout.seeds import derive_seed
+from unstale.rollout.states import EnvStates
 from unstale.techniques.hooks import DROPPED, Brancher, Decisions, Leaf, LookPlan
 
 UNLIMITED = 1 << 30
 
 
 class Start(NamedTuple):
-    """How an episode of a group begins."""
+    """The beginning of an episode of a group: from the prompt, or a fork of another episode."""
 
     fork: Fork | None = None
     """The place in an earlier episode after which this one differs. None if the episode starts
@@ -44,7 +45,9 @@ class Start(NamedTuple):
     looks: "Looks | None" = None
     """The places at which the episode waits for a decision."""
     seed: int | None = None
-    """The seed of the random numbers for sampling. None for one of its own."""
+    """The seed of the random numbers for sampling. None gives the episode a seed of its own."""
+    states: EnvStates | None = None
+    """States of the group's environments. None if no episode of it may be forked."""
 
 
 NO_FORK = Start()
@@ -68,11 +71,11 @@ def look_places(
     """Yield the places of an episode at which a strategy decides, each as the number of tokens
     before it.
 
-    `plan` says where in a reply these places are, and `fork` is the fork with which the episode
-    began. `going` is True if the last reply is incomplete. The end of a complete reply is its last
-    place, unless the plan has only one place per reply and this comes earlier. In the reply that
-    contains the fork, the first place from the fork on is left out, because the decision there made
-    the fork.
+    `plan` says where in a reply these places are. `going` is True if the last reply is incomplete.
+    The end of a complete reply is a place too, unless the plan has one place per reply and the
+    reply has reached it. `fork` is the fork with which the episode began. Places before it are left
+    out, and also the first one from there on in the same reply: there the strategy decided to make
+    this fork.
     """
     spans = reply_spans(pieces)
     for number, (start, end) in enumerate(spans):
@@ -88,7 +91,7 @@ def look_places(
 
 @dataclass(slots=True)
 class Looks:
-    """The places at which one episode waits for the strategy's decision to go on, fork or end."""
+    """The places at which an episode waits for the strategy to continue, fork or end it."""
 
     rounds: "Rounds"
     index: int
@@ -132,9 +135,10 @@ class Looks:
                 raise Pruned
 
     async def repeat(self, record: EpisodeRecord) -> None:
-        """Wait at each place that an episode reached before a resume, without running it.
+        """Repeat the decisions about an episode that were made before a resume, without running it.
 
-        `record` is the journal's record of it. So the rounds of its group are repeated.
+        `record` is the journal's record of the episode. At each place that the episode had reached,
+        wait for the decision about it, like a running episode.
         """
         end = record.outcome
         is_pruned = isinstance(end, Trajectory) and end.stop == "pruned"
@@ -234,8 +238,8 @@ class Rounds:
     ) -> float:
         """Wait until the round is decided. Return the factor by which the episode's weight changes.
 
-        The factor is 1 / p for an episode that survives with probability p. It is 0 or `DROPPED`
-        for one that ends here.
+        If the episode survives, the factor is 1 / p, where p was its probability to survive. If it
+        ends here, the factor is 0, or `DROPPED` if p was 0.
         """
         index = looks.index
         path = self._path(index, looks.fork, pieces)
@@ -246,8 +250,8 @@ class Rounds:
         return await waiting
 
     def _path(self, index: int, fork: Fork | None, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Return an episode's tokens, with those before its fork as the parent episodes sampled
-        them.
+        """Return all pieces of an episode. Those before its fork are taken from the parent
+        episodes, which sampled them.
         """
         skip = fork.at if fork else 0
         own: list[Piece] = []
@@ -258,7 +262,9 @@ class Rounds:
         return (*self._paths[index], *own)
 
     def _decide(self) -> None:
-        """If no episode is running, decide about all that wait, and start the new ones."""
+        """If no episode is running, let the strategy decide about all waiting episodes, and start
+        the forks that it returns.
+        """
         if self._running:
             return
         past = self._request.rounds

@@ -1,9 +1,10 @@
 """Segments of episodes: which episodes run at the same time, and what they use of their budgets.
 
-An episode needs a slot to run. At the end of a segment, a running episode gives its slot to the
-oldest waiting episode, even if that one is younger. Otherwise a long episode would hold its slot
-until its end. The paused episode continues when a slot is free and no older episode waits. It keeps
-its environment and tokens. Its later tokens have the version that samples them.
+A segment is a part of an episode with a limited number of sampled tokens or tool calls. An episode
+needs a slot to run. At the end of a segment, it gives its slot to the oldest waiting episode, even
+if that one is younger than itself. Otherwise a long episode would hold its slot until its end. The
+paused episode continues when a slot is free and no older episode waits. It keeps its environment
+and tokens. Its later tokens have the version that samples them.
 
 No episode waits for a slot while it holds one, and every segment ends. Only a limited number of
 older episodes can wait, so each episode continues eventually.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Self
 
-from unstale.records import NO_BUDGET, EpisodeBudget, Piece, Sampled, Stop, walk
+from unstale.records import NO_BUDGET, EpisodeBudget, Piece, Stop, replies
 
 if TYPE_CHECKING:
     from unstale.envs.chat import Chat
@@ -135,14 +136,10 @@ class BudgetUse:
         self._calls = 0
 
     def replay(self, pieces: Sequence[Piece], chat: Chat) -> None:
-        """Count the tokens and tool calls of the recorded replies with which a resumed episode
+        """Count the tokens and tool calls of the replies with which a resumed or forked episode
         begins.
         """
-        replies: dict[int, list[int]] = {}
-        for _, piece, turn in walk(pieces):
-            if isinstance(piece, Sampled):
-                replies.setdefault(turn, []).extend(piece.tokens)
-        for reply in replies.values():
+        for _, reply in replies(pieces):
             self.count(len(reply))
             self.count_calls(len(chat.parse(reply).tool_calls))
 
@@ -182,7 +179,7 @@ class BudgetUse:
         return self._segment_limit - self._tokens
 
     async def tokens_left(self) -> int:
-        """Return how many tokens may be sampled next without another pause.
+        """Return the number of tokens that may be sampled before the next pause.
 
         If the current segment is used up, first pause so that other episodes may run.
         """
@@ -191,8 +188,8 @@ class BudgetUse:
         return self.segment_left
 
     def reply_limit(self, num_tokens: int) -> int:
-        """Return how many tokens the budget allows a reply after `num_tokens` tokens of the
-        episode.
+        """Return the largest number of tokens of a reply after `num_tokens` tokens of the episode,
+        by the budget.
 
         A value below 1 means that no reply is allowed.
         """

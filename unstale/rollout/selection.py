@@ -1,8 +1,8 @@
 """The choice of training tasks, and of the number of episodes for each.
 
-Without a pool, tasks come in the order of the task set. With `selection.pool`, only the first tasks
-of the task set are used, again and again: in turn, or as a technique's sampler chooses. A task is
-drawn when its group begins.
+By default, tasks come in the order of the task set. With `selection.pool`, only the first tasks of
+the task set (the pool) are used, again and again: in turn, or as a technique's sampler chooses. A
+task is drawn when its group begins.
 
 After a resume, groups that had begun keep their tasks. Later draws depend on the number of the
 group, on the journal (visits of each task) and on the checkpoint (state of the sampler after the
@@ -61,10 +61,10 @@ async def training_requests(
 ) -> AsyncIterator[GroupRequest]:
     """Yield a request for a group of episodes for each training task, in the task set's order.
 
-    `start` is the state from which the run continues: tasks up to its place are passed over. Tasks
-    whose identity (a name that repetitions share) is in `skipped` get no request, and after
-    `MAX_SKIPPED` of these in a row the requests end. If a task comes again, its request has another
-    seed, so that its episodes differ.
+    `start` is the state from which the run continues. Tasks before `start.place` were used already
+    and get no request. Nor do tasks whose identity (a name that repetitions share) is in `skipped`.
+    After `MAX_SKIPPED` skipped tasks in a row, the requests end. If a task comes again, its request
+    has another seed, so that its episodes differ.
     """
     number = start.admitted
     num_skipped = 0
@@ -277,18 +277,20 @@ class Selection:
             budget=replace(budget, reply_tokens=reply_tokens),
         )
 
-    def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
-        """Return how many further episodes to run in a group, whose episodes so far have all
-        ended.
+    def more(
+        self, request: GroupRequest, results: Sequence[Trajectory | Failure], begun: int
+    ) -> int:
+        """Return the number of further episodes to run in a group whose episodes have all ended.
+
+        The first `begun` episodes were not added by an allocator.
         """
         allocator = self._techniques.allocator
         ended = (each for each in results if isinstance(each, Trajectory))
         rewards = tuple(each.reward for each in ended if each.fork is None)
         if allocator is None or not rewards:
             return 0
-        first = request.sizes[0] if request.sizes else len(results)
         task = self.identify(request.task)
-        return allocator.more(GroupSoFar(task, rewards, len(results), first))
+        return allocator.more(GroupSoFar(task, rewards, len(results), begun))
 
     def ended(self, groups: Sequence[Group]) -> None:
         """Record that these groups are no longer in flight. Their tasks may be drawn again."""

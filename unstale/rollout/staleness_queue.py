@@ -83,8 +83,9 @@ class StalenessQueue:
         self._takes_part = False
         """True if the waiting caller is `take_part`, which accepts a part of the batch."""
         self._waited_for = ""
-        """What the last caller waited for: that enough "groups" finish, or the "deadline" of an
-        older group. Empty if it did not wait.
+        """Why the last caller of `take` or `take_part` had to wait. "groups": too few groups were
+        finished. "deadline": places in the batch were reserved for older, unfinished groups. Empty
+        if it did not wait.
         """
         self._deadlines = Deadlines(self.bound, groups_per_step) if adaptive_window else None
         self._restored_deadlines: Mapping[int, int] = {}
@@ -223,18 +224,18 @@ class StalenessQueue:
         """Wait until the next batch is complete, and return its groups.
 
         `missing` is the number of groups to take (0: `groups_per_step`). Raises `QueueExhausted` if
-        so many can never finish.
+        this number of groups can never finish.
         """
         self._takes_part = False
         missing = missing or self.groups_per_step
         return await self._take(missing, missing=missing)
 
     def leave_out(self, count: int) -> None:
-        """Let as many groups start as were taken (`count`) although no step will be trained on
-        them.
+        """Free the tickets of `count` groups that a batch took but that no step will be trained on.
 
-        The batch then takes other groups in their place. The staleness bound still holds, because
-        the new groups come after all others in the queue. Not for a queue with `adaptive_window`.
+        As many other groups can then start, and the batch takes other groups in their place. The
+        staleness bound still holds, because new groups come after all others in the queue. Not for
+        a queue with `adaptive_window`.
         """
         self._num_live -= count
         self._num_unreleased -= count
@@ -306,7 +307,8 @@ class StalenessQueue:
             )
 
     def release(self) -> None:
-        """Let as many groups start as the oldest taken batch has.
+        """Free the tickets of the oldest batch that was taken, so that as many other groups can
+        start.
 
         Call it when every engine has the weights that were trained on this batch.
         """
@@ -380,8 +382,8 @@ class PendingPieces:
         return frozenset(self._pieces)
 
     def before(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the tokens that versions before `version` sampled, except those of `excluding`
-        episodes.
+        """Return the tokens that versions before `version` sampled. Leave out the episodes
+        `excluding`.
         """
         earlier = sorted(each for each in self._pieces if each < version)
         return [piece for each in earlier for piece in self.of_version(each, excluding=excluding)]
@@ -434,9 +436,9 @@ def measure_replay(batch: Batch, *, lag: Tensor, bound: int, version: int) -> di
     """Return the metrics of a batch's replayed tokens, on which an earlier step was trained, too.
 
     `lag` is the staleness of each token, `[T]`, in versions, and `version` is the version before
-    training on the batch. Raises `StalenessError` if a replayed token is older than `bound`, or of
-    the current version, on which no step can have been trained before. After a resume, tokens of
-    lost versions may have lag 0.
+    training on the batch. Raises `StalenessError` if a replayed token is older than `bound`. Also
+    raises it for a token of the current version, on which no step can have been trained before.
+    After a resume, tokens of lost versions may have lag 0.
     """
     ages = lag[batch.replayed].double()
     is_current = batch.version[batch.replayed] >= version

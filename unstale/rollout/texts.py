@@ -12,7 +12,7 @@ from unstale.records import Task, Trajectory, replies
 from unstale.rollout.generator import Generator
 from unstale.rollout.lessons import data_of
 from unstale.rollout.writer import question
-from unstale.techniques.hooks import SolutionReader, Techniques
+from unstale.techniques.hooks import AsksOthers, SolutionReader, Techniques
 
 
 class PolicyTexts:
@@ -32,6 +32,14 @@ class PolicyTexts:
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens that a text has inside a reply."""
         return self._chat.encode_content(_encodable(text))
+
+    def whole(self, tokens: Sequence[int]) -> str:
+        """Return the text of these tokens, with end tokens."""
+        return self._chat.text(tokens, whole=True)
+
+    def encode_whole(self, text: str, after: str) -> tuple[int, ...]:
+        """Return the tokens of a text that may contain control tokens, after the text `after`."""
+        return self._chat.encode(_encodable(text), after=_encodable(after))
 
     def parse(self, tokens: Sequence[int]) -> Message:
         """Return a reply's tokens as a message."""
@@ -59,6 +67,24 @@ class PolicyTexts:
         opening = episode.pieces[0].tokens if episode.pieces else ()
         return _encodable(task_text(self._taskset, episode.task) or self.text(opening))
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a reply."""
+        return frozenset(self._chat.stop_tokens)
+
+    def end(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return these tokens of a reply with an end token, unless they have one."""
+        return (*tokens, *(() if self.ends.intersection(tokens) else self._chat.stop_tokens[:1]))
+
+    def room(self, episode: Trajectory, at: int) -> int:
+        """Return how many tokens can follow in a reply from token `at` of an episode on.
+
+        One token of the reply's limit is kept free, for the policy to sample.
+        """
+        starts = [start for start, _ in replies(episode.pieces) if start <= at]
+        start = starts[-1]
+        return self._generator.reply_budget(start) - (at - start) - 1
+
     def solution(self, task: Task, field: str) -> tuple[int, ...]:
         """Return the tokens of a reply that solves a task, without its end token.
 
@@ -68,7 +94,7 @@ class PolicyTexts:
         try:
             tokens = self._chat.encode_reply(self._solution(task, field))
         except ValueError as error:
-            raise ConfigError(f"the solution of task {task.key} is no reply: {error}") from error
+            raise ConfigError(f"the solution of task {task.key} is not a reply: {error}") from error
         tokens = tokens[:-1] if tokens[-1] in self._chat.stop_tokens else tokens
         for token in tokens:
             if token in self._banned:
@@ -121,7 +147,8 @@ class PolicyTexts:
     def _correct(self, task: Task, said: Sequence[Message]) -> Any:
         if implements(self._taskset, HasCorrections):
             return self._taskset.correction(task, said)
-        messages = self._solution_of(task)
+        assert implements(self._taskset, HasDemonstrations), "require_methods"
+        messages = self._taskset.demonstration(task)
         right = [each for each in messages if each.role == "assistant"]
         for number, (reply, wanted) in enumerate(zip(said, right, strict=False)):
             given = (reply.content.strip(), reply.tool_calls)
@@ -129,18 +156,16 @@ class PolicyTexts:
                 return number, wanted
         return None
 
-    def _solution_of(self, task: Task) -> Sequence[Message]:
-        if not implements(self._taskset, HasDemonstrations):
-            raise ConfigError(
-                f"{self._taskset.name} has neither corrections nor demonstrations: give the task "
-                "set a method correction(task, replies) or demonstration(task)"
-            )
-        return self._taskset.demonstration(task)
-
 
 def _encodable(text: str) -> str:
     """Return a text in which halves of surrogate pairs, which cannot be encoded, are replaced."""
     return text.encode(errors="replace").decode()
+
+
+def prepare_strategy(techniques: Techniques, texts: PolicyTexts) -> None:
+    """Load the models that the strategy asks. Raises `ConfigError` for one that is unusable."""
+    if isinstance(strategy := techniques.strategy, AsksOthers) and strategy.asks_others:
+        strategy.prepare(texts)
 
 
 def require_solutions(

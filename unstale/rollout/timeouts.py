@@ -1,8 +1,10 @@
-"""Time-outs and cancellation of asyncio tasks that run the code of environments."""
+"""Time-outs, turns and cancellation of asyncio tasks that run the code of environments."""
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from unstale.envs import EnvError
 from unstale.envs.guard import CANCEL_INTERVAL_S, MAX_CANCELS, OCCUPANCY, abandon
@@ -11,6 +13,54 @@ _T = TypeVar("_T")
 
 END_S = 4.0
 """Seconds that an environment has to release its resources after its first cancellation."""
+
+
+MOST_IN_ROUND = 4
+"""Number of episodes that continue in one round of the event loop."""
+
+
+class Turns:
+    """A queue of episodes that could continue, so that the rounds of the event loop stay short.
+
+    Many replies and environments can answer at once. All of their episodes in one round would let
+    timers, engines and the endpoint wait. Their number decides, not time, so that deterministic
+    runs repeat.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._passed = 0
+        """Number of episodes that continue in this round."""
+
+    async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._passed == MOST_IN_ROUND or self._waiting:
+            turn = loop.create_future()
+            self._waiting.append(turn)
+            await turn
+            return
+        if not self._passed:
+            loop.call_soon(self._next, loop)
+        self._passed += 1
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._passed = 0
+        while self._waiting and self._passed < MOST_IN_ROUND:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its episode was cancelled
+                turn.set_result(None)
+                self._passed += 1
+        if self._passed:
+            loop.call_soon(self._next, loop)
+
+
+_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()
+"""The queue of each event loop."""
+
+
+async def in_turn() -> None:
+    """Wait until this episode may continue. Without others, that is at once."""
+    loop = asyncio.get_running_loop()
+    await _TURNS.setdefault(loop, Turns()).wait(loop)
 
 
 class Attempt(asyncio.Task[None]):
@@ -123,7 +173,9 @@ class PersistentTimeout:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Raise TimeoutError if only this time limit, and no other cancellation, ended the body."""
+        """Raise TimeoutError if this time limit ended the body, unless another cancellation came
+        too.
+        """
         self._timer.cancel()
         for _ in range(self._num_cancelled):
             self.task.uncancel()
@@ -136,7 +188,7 @@ class PersistentTimeout:
 async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of `work`, which a first cancellation of the caller does not interrupt.
 
-    The cancellation is raised when `work` has ended, or instead the error of `work`. A second
+    When `work` has ended, its error is raised. If it has none, the cancellation is raised. A second
     cancellation ends the wait at once.
     """
     task = asyncio.create_task(work)
@@ -152,7 +204,7 @@ async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
 def first_error(group: BaseException) -> BaseException:
     """Return the first error in an exception group, which may be nested.
 
-    An exception that is no group is returned unchanged.
+    An exception that is not a group is returned unchanged.
     """
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):

@@ -8,11 +8,11 @@ again. If it does not, the episode starts from its beginning.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, Protocol
 
 from unstale.engines.prefixes import EpisodeTokens
-from unstale.envs import Turn
+from unstale.envs import Forkable, Resumable, Turn
 from unstale.envs.hooks import EnvCaller
 from unstale.records import (
     ContextPiece,
@@ -28,10 +28,15 @@ from unstale.records import (
 )
 from unstale.rollout.rounds import UNLIMITED, Looks
 from unstale.rollout.seeds import derive_seed
+from unstale.rollout.states import EnvState, EnvStates
 
 
 class NotReplayed(Exception):
     """Error: a resumed attempt's environment or agent did not repeat the recorded text."""
+
+
+class TextNotRepeated(NotReplayed):
+    """Error: an environment gave other answers than the text of a fork has."""
 
 
 class EpisodeWriter(Protocol):
@@ -86,6 +91,7 @@ class Transcript:
         "_opens_at_reply",
         "_recorded",
         "_snapshot",
+        "_states",
         "branches",
         "episode",
         "fork",
@@ -93,6 +99,8 @@ class Transcript:
         "pieces",
         "role",
         "seed",
+        "start",
+        "task_set",
         "tokens",
         "writer",
     )
@@ -110,13 +118,18 @@ class Transcript:
         prefix: Sequence[Piece] = (),
         role: str = "",
         looks: Looks | None = None,
+        states: EnvStates | None = None,
+        task_set: str = "",
     ) -> None:
+        """Create the transcript. `states` keeps the states of the environment, for forks."""
         self.episode = episode
         self.fork = fork
         self.looks = looks
         """The places at which a strategy decides how the episode continues. None without such
         places.
         """
+        self.task_set = task_set
+        """The name of the task's task set, by which engines may be chosen."""
         self.role = role
         """The role of the policy in this conversation. Empty if the task set has no roles."""
         self.seed = seed
@@ -131,6 +144,11 @@ class Transcript:
         self._recorded = [*record.pieces] if record else [*prefix]
         """Recorded tokens that have not been replayed yet."""
         self._snapshot = record.snapshot if record else None
+        self._states = states
+        self.start: EnvState | None = None
+        """The parent's state with which a forked episode begins. None to send its replies again."""
+        if states and fork and self._snapshot is None:
+            self.start = states.begin(episode, fork)
         self._has_outcome = record is not None and record.outcome is not None
         self._opens_at_reply = is_branch and record is None
         """True for a new branch (conversation) before its first reply. The journal gets no record
@@ -158,8 +176,9 @@ class Transcript:
         """Begin and return a branch: a further conversation, with a sampling seed of its own.
 
         The journal records it as episode number `episode`. `record` is its record from before a
-        resume, with its seed. Branches without a reply have no record, so the seed of a new branch
-        is the first that no other branch has.
+        resume, with its seed. A new branch gets the first derived seed that no other branch has. It
+        cannot be derived from the number of branches, because branches without a reply are not
+        recorded.
         """
         used = {branch.seed for branch in self.branches}
         seeds = (derive_seed(self.seed, "branch", number) for number in count(1))
@@ -171,6 +190,7 @@ class Transcript:
             on_piece=self._on_piece,
             is_branch=True,
             role=role,
+            task_set=self.task_set,
         )
         self.branches.append(branch)
         return branch
@@ -196,38 +216,64 @@ class Transcript:
         """The tokens so far, followed by the recorded tokens that have not been replayed yet."""
         return [*self.pieces, *self._recorded]
 
-    async def restore_snapshot(self, caller: EnvCaller) -> tuple[Turn, list[float]] | None:
-        """Resume a `Resumable` environment from its snapshot, and replay the record up to that
-        place.
+    async def restore(self, caller: EnvCaller) -> tuple[Turn, list[float]] | None:
+        """Resume a `Resumable` environment from its snapshot, or from its parent's at a fork, and
+        replay the record up to that place. A copy has the state already.
 
         Return the last turn before the snapshot, without its messages, and the list of rewards of
-        all turns until then. Return None if there is no snapshot.
+        all turns until then. Return None if there is no such state.
         """
-        if self._snapshot is None:
+        start, snapshot = self.start, self._snapshot
+        if start:
+            ends = accumulate(len(piece.tokens) for piece in self._recorded)
+            snapshot = sum(end <= start.num_tokens for end in ends), start.text
+        if snapshot is None or not (Resumable in caller.kinds or (start and start.copy)):
             return None
-        num_pieces, state = self._snapshot
+        num_pieces, state = snapshot
         turn_rewards, env_state, *last = json.loads(state)
         rewards, facts = last or ({}, {})  # journals before 0.2 lack them
-        await caller(caller.env.resume, env_state)
+        if not (start and start.copy):
+            await caller(caller.env.resume, env_state)
         for _ in range(num_pieces):
             self._replay()
+        if start:
+            self._write_snapshot(state, env_state)
         return Turn((), rewards=rewards, facts=facts), [*turn_rewards]
 
-    async def save_snapshot(
+    async def save_state(
         self, caller: EnvCaller, turn: Turn, turn_rewards: Sequence[float]
     ) -> None:
-        """Write a snapshot of a `Resumable` environment to the journal.
+        """Write a snapshot of a `Resumable` environment to the journal. Keep its state for forks.
 
         `turn` is the environment's last answer. Its rewards and facts (reported numbers) are stored
-        with the snapshot, like `turn_rewards`, the rewards of all turns. Nothing is written while
-        the attempt still replays its record.
+        with the snapshot, like `turn_rewards`, the rewards of all turns.
         """
-        if self._recorded:
+        copies = self._states is not None and Forkable in caller.kinds
+        saves = Resumable in caller.kinds and (self._states is not None or self._is_last_turn)
+        if not (copies or saves):
             return
-        env_state = await caller.hook("snapshot()", lambda: caller.env.snapshot())
-        if env_state is not None:
-            last = (dict(turn.rewards), dict(turn.facts))
-            state = json.dumps([list(turn_rewards), env_state, *last])
+        env_state = None
+        if saves:
+            env_state = await caller.hook("snapshot()", lambda: caller.env.snapshot())
+        last = (dict(turn.rewards), dict(turn.facts))
+        state = json.dumps([list(turn_rewards), env_state, *last])
+        self._write_snapshot(state, env_state)
+        if self._states is not None and (copies or env_state is not None):
+            copy = await caller.fork() if copies else None
+            self._states.add(self.episode, EnvState(len(self.tokens), state, copy))
+
+    @property
+    def _is_last_turn(self) -> bool:
+        """True if the record has no further turn of the environment, but perhaps a part of a
+        reply.
+        """
+        return all(map(is_reply, self._recorded))
+
+    def _write_snapshot(self, state: str, env_state: str | None) -> None:
+        """Write the state to the journal, unless the environment has no snapshot or the attempt
+        still replays its record.
+        """
+        if env_state is not None and self._is_last_turn:
             self.writer.write_snapshot(len(self.pieces), state)
 
     def add_context(self, piece: ContextPiece) -> None:
@@ -240,7 +286,7 @@ class Transcript:
             return
         recorded = self._recorded[0]
         if recorded != piece:
-            raise NotReplayed(
+            raise self._not_replayed(
                 f"piece {len(self.pieces)} has other tokens than the "
                 f"{len(recorded.tokens)} on record"
             )
@@ -259,7 +305,18 @@ class Transcript:
     def require_replayed(self) -> None:
         """Raise `NotReplayed` if the resumed attempt has not repeated its whole record."""
         if self._recorded:
-            raise NotReplayed(f"{len(self._recorded)} recorded pieces were not requested")
+            raise self._not_replayed(f"{len(self._recorded)} recorded pieces were not requested")
+
+    def _not_replayed(self, problem: str) -> NotReplayed:
+        """Return the error that an attempt differs from its record. It blames the text of the fork
+        if the attempt differs there, and the text has answers that could differ.
+        """
+        text = self.fork.text if self.fork else ()
+        if self.fork and any(isinstance(each, ContextPiece) for each in text):
+            end = self.fork.at + sum(len(each.tokens) for each in text)
+            if self.fork.at <= len(self.tokens) < end:
+                return TextNotRepeated(problem)
+        return NotReplayed(problem)
 
     async def look(self, *, going: bool) -> None:
         """Wait for the decision at each place that the episode has reached (see `Looks.visit`).
@@ -271,7 +328,7 @@ class Transcript:
             await self.looks.visit(self.episode, self.pieces, going=going)
 
     def until_look(self, length: int) -> int:
-        """Return how many tokens to sample until the next place of decision.
+        """Return the number of tokens to sample until the next place of decision.
 
         `length` is the number of tokens of the reply so far.
         """
@@ -294,10 +351,9 @@ class Transcript:
             self._on_piece(PendingPiece(self.episode, self.tokens, start, piece))
 
     def known_experts(self) -> tuple[int, int]:
-        """Return the version that sampled last, and for how many tokens the used experts are
-        recorded.
+        """Return the version that sampled last, and the number of tokens with recorded experts.
 
-        The experts are those of a mixture-of-experts model. (-1, 0) if none are recorded.
+        These are the experts that an MoE model chose for each token. (-1, 0) if none are recorded.
         """
         last = next((p for p in reversed(self.pieces) if isinstance(p, Sampled)), None)
         return (

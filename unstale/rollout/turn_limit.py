@@ -32,7 +32,7 @@ class AllowedTurns:
         self._chat = chat
 
     def number(self, turn_rewards: Sequence[float]) -> int:
-        """Return how many turns the episode may have, including all extensions granted so far.
+        """Return the number of turns that the episode may have, including all extensions so far.
 
         `turn_rewards` has the reward of each turn so far.
         """

@@ -344,7 +344,7 @@ class GroupSoFar:
     started: int
     """The number of episodes that were started, including failed ones."""
     first: int
-    """The number of episodes with which the group began."""
+    """The number of episodes with which the group began, and which a strategy added."""
 
 
 @runtime_checkable
@@ -368,8 +368,8 @@ class Allocator(Protocol):
 
 
 DROPPED = -1.0
-"""Takes the place of the factor of an episode's weight if it was pruned without a chance to
-survive.
+"""Factor of the weight of an episode that was pruned with certainty. It is not a real factor: no
+weight can replace an episode that had no chance to survive.
 """
 
 
@@ -453,6 +453,14 @@ class Texts(Protocol):
         """Return the tokens of a text within a reply."""
         ...
 
+    def whole(self, tokens: Sequence[int]) -> str:
+        """Return the text of the tokens of an episode, with all control tokens."""
+        ...
+
+    def encode_whole(self, text: str, after: str) -> tuple[int, ...]:
+        """Return the tokens of a text of `whole` that follows the text `after`."""
+        ...
+
     def parse(self, tokens: Sequence[int]) -> Message:
         """Return the tokens of a reply as a message."""
         ...
@@ -471,6 +479,22 @@ class Texts(Protocol):
 
     def words(self, episode: Trajectory) -> str:
         """Return the text of an episode's task, or its prompt if the task has no text."""
+        ...
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a reply."""
+        ...
+
+    def end(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return these tokens of a reply with an end token, unless they have one."""
+        ...
+
+    def room(self, episode: Trajectory, at: int) -> int:
+        """Return how many tokens can follow in a reply from token `at` of an episode on.
+
+        One token of the reply's limit is kept free, for the policy to sample.
+        """
         ...
 
     def solution(self, task: Task, field: str) -> tuple[int, ...]:
@@ -515,11 +539,32 @@ class Strategy(Protocol):
 
 
 @runtime_checkable
+class AsksOthers(Protocol):
+    """A strategy whose forks may depend on other models, or on the user's code.
+
+    The journal records each round before its episodes begin, and a resumed run reads it there.
+    """
+
+    asks_others: bool
+    """False if the technique's options turn these requests off."""
+
+    def prepare(self, texts: Texts) -> None:
+        """Load the other models, before the first group begins.
+
+        Raises `ConfigError` if one cannot be used.
+        """
+        ...
+
+
+@runtime_checkable
 class TaskNamer(Protocol):
-    """A strategy that stores texts by the identity of a task."""
+    """A strategy that stores texts of a task, and finds them when the task is drawn again."""
 
     def name_tasks(self, identify: Callable[[Task], str]) -> None:
-        """Receive a function that returns the identity of a task, before the first group."""
+        """Receive a function that identifies tasks. It is called before the first group begins.
+
+        `identify` returns the same string each time the same task is drawn.
+        """
         ...
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from unstale.config.checks import ConfigError, Count, PositiveInt, Range, Section
@@ -41,7 +41,7 @@ class LimitsConfig(Section):
     """One limit for all tasks, or one for each task of the pool, from its own successes."""
     successes: PositiveInt = 64
     """Number of successes before a limit is set. With `scope = task`, set a small number, because
-    each task needs as many.
+    each task needs this number of its own successes.
     """
     window: PositiveInt = 256
     """Number of the latest successes whose turns are used."""
@@ -69,7 +69,7 @@ class LimitsConfig(Section):
             )
         if not self.extend and (self.extensions != 1 or self.request != "MORE TURNS"):
             raise ConfigError(
-                "limits.extensions and limits.request are read only with limits.extend > 0"
+                "limits.extensions and limits.request are used only with limits.extend > 0"
             )
 
 
@@ -120,20 +120,9 @@ def limit_at(turns: Sequence[int], options: LimitsConfig) -> TurnLimit:
 
 def limit_of(turns: Sequence[int], share: float) -> int:
     """Return the limit of turns: the quantile `share` of the `turns` of successes, rounded up."""
-    return max(1, ceil(round(quantile(turns, share), 9)))
+    import numpy as np
 
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the quantile `share` (0 to 1), interpolated linearly between the two nearest values.
-
-    >>> quantile([2, 3, 4, 5, 8, 9, 10, 20], 0.75)
-    9.25
-    """
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share
-    low = floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return max(1, ceil(round(float(np.quantile(turns, share)), 9)))
 
 
 def _describe(options: LimitsConfig) -> str:

@@ -117,10 +117,24 @@ async def _truncates(engine: Engine, prompt: list[int], params: SamplingParams) 
     piece.kept_sets.pack(piece.tokens)  # raises ValueError for a set without its token
 
 
+async def _truncates_unrecorded(engine: Engine, prompt: list[int]) -> None:
+    """Require that a truncated reply without sets is truncated, or is refused by ValueError."""
+    greedy = (await engine.sample(prompt, replace(_params(6), temperature=0.0))).piece.tokens
+    try:
+        reply = await engine.sample(prompt, replace(_params(6), top_k=1, return_sets=False))
+    except ValueError:
+        return
+    assert reply.piece.tokens == greedy, (
+        f"with top_k=1 only the most probable tokens, {greedy}, can be sampled, got "
+        f"{reply.piece.tokens}: apply the truncation, or raise ValueError"
+    )
+
+
 async def _check_refusals(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
     await _publish(engine, update, 3)
     for params in (replace(_params(2), top_p=0.9), replace(_params(2), top_k=5)):
         await _truncates(engine, prompt, params)
+    await _truncates_unrecorded(engine, prompt)
     await _refuses(
         engine.load(update, 4), "load while sampling mixes two versions in one reply", RuntimeError
     )

@@ -91,7 +91,9 @@ class Trial:
     transformers.
     """
     sampled: float = float("nan")
-    """Error of `behavior_logp`, in the same unit: the larger of those before and after training."""
+    """Error of `behavior_logp`, in the same unit: the larger of the errors before and after
+    training.
+    """
     steps: int = 0
     """Number of training steps after which all weights were finite. 0 if training changed no
     weight.

@@ -37,7 +37,9 @@ class Trainer(Protocol):
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return how many batches were trained on since each token's `version` sampled it."""
+        """Return the number of batches that were trained on after the weights `version` of each
+        token.
+        """
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -122,8 +124,9 @@ class AuditObserver(Protocol):
         ...
 
     def scatter_sample(self) -> list[dict[str, float]]:
-        """Return true and estimated log-ratios of some tokens, for plots.
+        """Return log D and log S of some audited tokens for plots, one dict for each token.
 
-        There is one dict for each token.
+        D is the ratio of trainer to engine under the same weights, S that of the current to the old
+        policy. Both are given with the run's old log-probabilities and with the true ones.
         """
         ...

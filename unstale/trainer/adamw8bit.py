@@ -108,7 +108,7 @@ def _in_blocks(rows: Tensor) -> Tensor:
 def _levels(device: torch.device, *, signed: bool) -> Tensor:
     """Return the 256 numbers that an 8-bit code can stand for, between -1 or 0 and 1.
 
-    They are 0, 1, and numbers of 7 powers of ten, with more digits for larger powers.
+    They are 0, 1 and numbers in each of 7 powers of ten. A larger power has more of them.
     """
     found = [torch.tensor([0.0, 1.0])]
     for exponent in range(_EXPONENTS):

@@ -109,10 +109,13 @@ def join(parts: Sequence[Audited]) -> Audited:
 
 
 def figures(audited: Audited, noise: float) -> dict[str, float | None]:
-    """Return the audit's metrics by name: mean error, leaks, agreement, with standard errors.
+    """Return the audit's metrics by name, some with a standard error.
 
-    docs/old-logps.md explains them. `noise` is the numerical noise of a log-probability, in nats. A
-    metric is None if there are too few tokens to estimate it, or if the ratios vary too little.
+    They compare the run's old log-probabilities with the true ones: their mean error, how much of
+    log S this error moves into log D and the reverse ("leaks"), and whether the same tokens are
+    dropped and clipped. docs/metrics.md defines them. `noise` is the numerical noise of a
+    log-probability, in nats. A metric is None if there are too few tokens to estimate it, or if the
+    ratios vary too little.
     """
     tokens = audited.tokens
     leaks = audit.leaks(tokens, noise=noise)

@@ -59,18 +59,18 @@ environment `retail`, penalties from a tenth to ten times this one gave equally 
 
 
 class Critic:
-    """A linear head on the policy's hidden states, or on those of a model of its own."""
+    """A critic: a linear head on the hidden states of the policy, or of a copy of the model."""
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         """Create a critic whose forecasts are 0.
 
-        Raises ConfigError if the model's output head is more than one linear map.
+        Raises ConfigError if the model's output head is not a single linear map.
         """
         if not policy.has_plain_head:
             raise ConfigError(
-                f"advantage.estimator = gae cannot read the hidden states of "
-                f"{type(policy.model).__name__}, whose output head is more than one linear map. "
-                "Use an estimator that compares groups, such as grpo"
+                f"advantage.estimator = gae is not built for {type(policy.model).__name__}, whose "
+                "output head is more than one linear map: the hidden states before it are not "
+                "read. Use an estimator that compares groups, such as grpo"
             )
         self._options = config.critic
         self._advantage = config.advantage
@@ -93,9 +93,13 @@ class Critic:
         `_squares`.
         """
         self._new = [torch.zeros_like(each) for each in (self._squares, self._products)]
-        """What this rank will add to `_squares` and `_products` at the next optimizer step."""
+        """The sums that this rank will add to `_squares` and `_products` at the next optimizer
+        step.
+        """
         self._pass: list[tuple[Tensor, Tensor]] = []
-        """What the last forward pass adds to `_new`, unless another rank adds the same."""
+        """The sums that the last forward pass adds to `_new`, unless another rank adds the same
+        ones.
+        """
         self._steps = 0
         self.metrics: dict[str, float] = {}
         """The critic's metrics for the last batch."""
@@ -159,8 +163,8 @@ class Critic:
         """Return the critic's loss on some sequences of a minibatch, a scalar with a gradient.
 
         The loss is a mean over the minibatch's actions. `part` has the sequences, and `index` the
-        position of each of their tokens in the minibatch. `states` has the policy's hidden states
-        before their sampled tokens.
+        position of each of their tokens in the minibatch, of which `minibatch` has the forecasts.
+        `states` has the policy's hidden states before the sequences' sampled tokens.
         """
         here = minibatch.select(index)
         where = part.sampled.clone()
@@ -183,9 +187,10 @@ class Critic:
         return loss.sum() / count
 
     def collect(self, scale: float, *, counts: bool) -> None:
-        """Keep the sums and the gradients of the last forward pass for `step`.
+        """Keep the results of the last forward pass for the next `step`.
 
-        The gradients are multiplied by `scale`. With `counts` False, the sums are dropped, because
+        These are the sums of products of features, and, if the critic has a model of its own, the
+        model's gradients divided by `scale`. With `counts` False, the sums are dropped, because
         another rank adds the same ones.
         """
         for new in self._pass if counts else ():

@@ -371,9 +371,8 @@ class LocalTrainer:
         self._metrics.update_s += time.perf_counter() - began
 
     def _update(self, *, is_skipped: bool) -> None:
-        """Let the optimizer change the weights, and round them into the policy.
-
-        If skipped, do neither.
+        """Take an optimizer step, and round the new weights into the policy. Do nothing if the step
+        is skipped.
         """
         if is_skipped:
             self._metrics.skipped_steps += 1
@@ -399,7 +398,8 @@ class LocalTrainer:
         self._metrics.losses = [scale * loss for loss in self._metrics.losses]
 
     def _plan(self, grad_norm: float, noise: float) -> StepPlan:
-        """Return what the controllers of techniques decide about the next optimizer step.
+        """Return the combined decision of the techniques' controllers about the next optimizer
+        step.
 
         `grad_norm` is the norm of the gradient, and `noise` its estimated variance.
         """

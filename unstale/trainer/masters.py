@@ -144,11 +144,10 @@ class Masters:
         """Return three sums over the sample of `watch`, as a float64 tensor `[3]` on the CPU.
 
         They are the number of rounded weights that changed, the number that is expected to change,
-        and the size of the sample. The first two count only weights whose update is less than half
-        the distance between two representable numbers, because larger updates are not lost. An
-        update of a share x of that distance is expected to change the rounded weight with
-        probability x, if float32 weights lie anywhere between two such numbers. All sums are 0 if
-        no weights are rounded.
+        and the size of the sample. The first two count only small updates, which rounding to
+        nearest would lose: those of less than half the distance between two representable numbers.
+        An update of a share x of this distance changes the rounded weight with probability x. All
+        sums are 0 if no weights are rounded.
         """
         found = [torch.zeros(3, dtype=torch.float64)]
         for name, (weight, rounded) in self._before.items():

@@ -215,7 +215,7 @@ class StepMetrics:
         self.expected_tokens = self.tokens_with_gradient
 
     def expect(self, times: float) -> None:
-        """Set the expected number of tokens with a gradient: `times` those counted so far."""
+        """Set the expected number of tokens with a gradient: `times` the number counted so far."""
         self.expected_tokens = math.ceil(times * self.tokens_with_gradient)
 
     def add_moved(self, sums: Tensor) -> None:
@@ -232,7 +232,7 @@ class StepMetrics:
         }
 
     def add_entropy(self, entropy: Tensor, *, every: int = 1) -> None:
-        """Record entropies in nats, of which each stands for `every` sampled tokens."""
+        """Record entropies in nats. Each represents `every` sampled tokens."""
         self._values["entropy"].append(entropy)
         self._values["entropy_every"].append(torch.full_like(entropy, every))
 

@@ -3,9 +3,11 @@
     pi(y|c) / mu(y|c')  =  D * Gamma * S,    Gamma = pi_v(y|c) / pi_v(y|c')
 
 c is the recorded context of the text y, and c' the context in which version v sampled it. mu is the
-engine's policy in c'. D and S are those of each token, as for sampled text. Gamma is the product
-over all REWRITTEN text of a sequence, because a factor for each token would give another gradient.
-It also weights the sequence's sampled tokens, because their advantage depends on the text.
+engine's policy in c'. For FOREIGN text with a known source nu, c' is c, D is 1, and Gamma is
+pi_v(y|c) / nu(y|c). D and S are those of each token, as for sampled text. Gamma is the product over
+all text of a sequence with a known source, because a factor for each token would give another
+gradient. It also weights the sequence's sampled tokens, because their advantage depends on the
+text.
 
 `guided` gives the text the old log-probability log pi_v(y|c) and the weight D min(Gamma, cap).
 `anchor` gives it the weight 1, and log pi(y|c) under the weights before the first optimizer step on
@@ -37,7 +39,7 @@ class PlacedScores(NamedTuple):
     """
     log_gamma: Tensor
     """Logarithm of each sequence's Gamma (see the module), `[N]`. 0 if no sampled text of the
-    sequence had its context edited.
+    sequence had its context edited, and no foreign text has a known source.
     """
 
 
@@ -53,14 +55,17 @@ def guided(batch: Batch, placed: PlacedTokens, route: OldLogps, rules: LossSpec)
     here, index = as_sampled.select(as_sampled.sequences_with(as_sampled.sampled))
     logp = route.logps(here, empty)[0]
     old_logp = torch.zeros(len(batch.tokens), dtype=logp.dtype).index_put((index,), logp)
-    source, places, origin = _in_source(as_sampled, placed)
-    source_logp = route.logps(source, empty)[0]
-    correction = rules.correct(source_logp, source)
-    factor = torch.zeros_like(old_logp)
-    factor[origin] = correction.factor[places].to(factor.dtype)
-    log_ratio = (old_logp[origin] - source_logp[places]).double()
+    foreign = placed.trained & (batch.provenance == Provenance.FOREIGN)
+    factor = foreign.to(old_logp.dtype)
+    source_logp = placed.source_logp.to(old_logp.dtype, copy=True)
+    if any(placed.edits):
+        source, places, origin = _in_source(as_sampled, placed)
+        found = route.logps(source, empty)[0]
+        factor[origin] = rules.correct(found, source).factor[places].to(factor.dtype)
+        source_logp[origin] = found[places]
+    log_ratio = (old_logp - source_logp).where(placed.trained, 0.0).double()
     log_gamma = torch.zeros(batch.num_sequences, dtype=torch.float64)
-    log_gamma.index_add_(0, batch.sequence[origin], log_ratio)
+    log_gamma.index_add_(0, batch.sequence, log_ratio)
     return PlacedScores(old_logp, factor, log_gamma)
 
 

@@ -137,8 +137,8 @@ class LossSpec:
     def divisor(self, batch: Batch, keep: Tensor) -> int:
         """Return what a batch contributes to the divisor of the loss, such as its number of tokens.
 
-        `norm` times this number does not depend on the other sequences of the step. `keep` is as
-        there.
+        The result of `norm` times this number does not depend on the other sequences of the step.
+        `keep` `[T]` is False for tokens that the correction dropped.
         """
         return objectives.loss_divisor(
             batch.trained, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
@@ -187,7 +187,10 @@ class LossSpec:
 
 
 def _unit_ids(unit: Unit, batch: Batch, where: Tensor) -> Tensor | None:
-    """Return the number of each token's unit, `[T]`. None if each token is a unit of its own."""
+    """Return the number of each token's unit, `[T]`. None if each token is a unit of its own.
+
+    A unit is what a ratio is aggregated over, such as a turn or a sequence.
+    """
     if unit == "token":
         return None
     return corrections.unit_ids(

@@ -233,7 +233,7 @@ class Scoring:
         return replace(old, old_logp=values, correction=correction)
 
     def offer(self, batch: Batch, index: Tensor, old: OldScores) -> None:
-        """Give a batch and its `old_logp` to the techniques that store groups for replay.
+        """Pass a batch and its `old_logp` to the techniques that store groups for replay.
 
         `old` has the values of the tokens at `index`. A value that is not exact is replaced by
         `behavior_logp`.

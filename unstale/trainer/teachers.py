@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from unstale.config import ConfigError, RunConfig
+from unstale.config.checks import is_served
 from unstale.model.divergence import Comparison, TeacherRows
 from unstale.model.forward import ForwardOptions
 from unstale.model.head import wide
@@ -19,7 +20,7 @@ from unstale.model.loading import load_tokenizer
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
 from unstale.records import Batch
-from unstale.techniques.distil import SELF, START, is_served
+from unstale.techniques.distil import SELF, START
 from unstale.techniques.hooks import Distiller
 from unstale.trainer.passes import pass_tokens
 from unstale.trainer.served_teacher import ServedTeacher
@@ -206,6 +207,7 @@ def require_same_tokens(own: Any, other: Any, teacher: str) -> None:
     example = repr(min(differs, key=ours.__getitem__)) if differs else "tokens only it has"
     raise ConfigError(
         f"distil.teacher {teacher} has another tokenizer than the policy ({len(theirs)} and "
-        f"{len(ours)} tokens, which differ in {example}): log-probabilities of other tokens cannot "
-        "be compared. Use a teacher of the same model family"
+        f"{len(ours)} tokens, which differ in {example}): an exact comparison is impossible, "
+        "because the tokens are others, and one by spans of text is not built. Use a teacher of "
+        "the same model family"
     )

@@ -92,6 +92,10 @@ class FreedMemory:
         self._size = resident_pages()
 
 
+FREED_MEMORY = FreedMemory()
+"""The policy of this process."""
+
+
 def resident_pages() -> int:
     """Return the resident memory of this process in pages."""
     return int(Path("/proc/self/statm").read_text().split()[1])

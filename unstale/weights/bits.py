@@ -1,17 +1,15 @@
 """Tensors as bits (integer words and bytes), and checksums of these bits.
 
-A checksum of weights is text that begins with its kind:
+A checksum is text that begins with its kind:
 
     tensors:... XXH3 of the XXH3 of each tensor, on several threads: for weights in main memory
     sum64:...   a sum over all words of 64 bits, which a GPU computes: for weights in its memory
     xxh3:...    XXH3 with 64 bits, which reads the bytes in order: for files
 
-Checksums of earlier releases can also be checked: an XXH3 of weights, and a CRC-32, which is a
-number. Every kind can be checked on every device.
+Checksums of each kind can be computed on every device.
 """
 
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,20 +26,15 @@ from unstale.weights.child_process import Bytes, cores
 
 T = TypeVar("T")
 R = TypeVar("R")
-Checksum = int | str
-"""The checksum of weights or of a file: `tensors:`, `sum64:` or `xxh3:` with 16 hexadecimal digits,
-or a CRC-32 as a number.
-"""
 
 MIN_SHARED_BYTES = 1 << 25
-"""Smallest number of bytes for which `in_threads` starts threads. Fewer bytes are processed in less
-time than threads take to start.
+"""Smallest number of bytes for which `in_threads` starts threads. With fewer bytes, starting
+threads takes longer than the work.
 """
-_KINDS = re.compile("(tensors|xxh3|sum64):[0-9a-f]{16}")
+_KINDS = re.compile("(tensors|sum64):[0-9a-f]{16}")
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """torch's signed integer dtypes, by their size in bytes."""
 _WORD_BYTES = 8
-"""Size in bytes of the words that the checksum `sum64` adds up."""
 
 
 def words(tensor: Tensor) -> Tensor:
@@ -58,12 +51,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int]) -> list[R]:
-    """Call a function with each item. Return the results in the order of the items.
+    """Call a function with each item, in several threads. Return the results in the order of the
+    items.
 
     `sizes` has the number of bytes of each item. If their sum is below `MIN_SHARED_BYTES`, the
-    calls run in the caller's thread. Otherwise they run on as many threads as torch has, or on half
-    of the processor's cores if these are more: processes that compute little give torch only one
-    thread. The threads have the caller's GPU stream, but not its torch modes, such as `no_grad`.
+    calls run in the caller's thread. Otherwise there are as many threads as torch uses, or half as
+    many as the processor has cores, whichever is more: some processes give torch only one thread.
+    The threads have the caller's GPU stream, but not its torch modes, such as `no_grad`.
     """
     threads = max(torch.get_num_threads(), cores() // 2)
     if min(threads, len(items)) <= 1 or sum(sizes) < MIN_SHARED_BYTES:
@@ -80,10 +74,11 @@ def in_threads(call: Callable[[T], R], items: Sequence[T], sizes: Sequence[int])
 
 
 def on_side_stream(call: Callable[[], R], device: torch.device) -> Callable[[], R]:
-    """Return a function that calls `call` on a separate GPU stream, for use in another thread.
+    """Return a function that calls `call` on a separate GPU stream. It can be used in another
+    thread.
 
-    It begins when the work that the caller's stream now has is done, and returns when the separate
-    stream is done. For a device other than a GPU, `call` itself is returned.
+    The function first waits for the work that the caller's stream has now. It returns when the
+    separate stream is done. For a device other than a GPU, `call` itself is returned.
     """
     if device.type != "cuda":
         return call
@@ -118,17 +113,15 @@ def _of_tensors(tensors: Sequence[Tensor]) -> str:
     return f"tensors:{xxhash.xxh3_64_hexdigest(b''.join(digests))}"
 
 
-def has_checksum(tensors: Mapping[str, Tensor], recorded: Checksum) -> bool:
-    """Return True if the checksum of the tensors equals `recorded`, whatever kind that is.
+def has_checksum(tensors: Mapping[str, Tensor], recorded: str) -> bool:
+    """Return True if the checksum of the tensors equals `recorded`, which may be of either kind.
 
     Raises ValueError for an unknown kind of checksum.
     """
     ordered = [tensors[name] for name in sorted(tensors)]
     check_kind(recorded)
-    if isinstance(recorded, str) and not recorded.startswith("xxh3:"):
-        compute = sum64 if recorded.startswith("sum64:") else _of_tensors
-        return compute(ordered) == recorded
-    return checksum_like(recorded, map(bytes_of, ordered)) == recorded
+    compute = sum64 if recorded.startswith("sum64:") else _of_tensors
+    return compute(ordered) == recorded
 
 
 def xxh3(parts: Iterable[Bytes]) -> str:
@@ -158,9 +151,9 @@ def sum64(tensors: Sequence[Tensor]) -> str:
 
 
 def _sum_of(placed: tuple[Tensor, int]) -> int:
-    """Return the sum of one tensor's words, each mixed with its position, modulo 2^64.
+    """Return the sum of one tensor's 64-bit words, each mixed with its position, modulo 2^64.
 
-    `placed` has the tensor and the position of its first word among all words.
+    `placed` has the tensor, and the position of its first word among the words of all tensors.
     """
     tensor, place = placed
     total = 0
@@ -171,7 +164,7 @@ def _sum_of(placed: tuple[Tensor, int]) -> int:
 
 
 def _lanes_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the bytes of a tensor as words of 64 bits, the last of them padded with zeros."""
+    """Yield the bytes of a tensor as 64-bit words. The last word is padded with zeros."""
     flat = words(tensor).contiguous().reshape(-1).view(torch.uint8)
     whole = len(flat) // _WORD_BYTES * _WORD_BYTES
     if flat.storage_offset() % _WORD_BYTES or flat.data_ptr() % _WORD_BYTES:
@@ -207,25 +200,9 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def check_kind(recorded: object) -> None:
-    """Raise ValueError for a recorded checksum of an unknown kind."""
-    is_text = isinstance(recorded, str) and _KINDS.fullmatch(recorded)
-    if type(recorded) is not int and not is_text:
+    """Raise ValueError for a recorded checksum of weights of an unknown kind."""
+    if not (isinstance(recorded, str) and _KINDS.fullmatch(recorded)):
         raise ValueError(
-            f"its checksum is {repr(recorded)[:40]}, but this release reads CRC-32 (a number), and "
-            "XXH3 and sums (tensors:, xxh3: or sum64:, and 16 hexadecimal digits)"
+            f"its checksum is {repr(recorded)[:40]}, but must be tensors: or sum64: and 16 "
+            "hexadecimal digits"
         )
-
-
-def checksum_like(recorded: object, parts: Iterable[Bytes]) -> Checksum:
-    """Return the checksum of a file's bytes, of the same kind as the checksum `recorded`.
-
-    `parts` has the bytes in order. The kind is CRC-32 if `recorded` is a number, else XXH3. Raises
-    ValueError for an unknown kind.
-    """
-    check_kind(recorded)
-    if type(recorded) is int:
-        crc = 0
-        for part in parts:
-            crc = zlib.crc32(part, crc)
-        return crc
-    return xxh3(parts)

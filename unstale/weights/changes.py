@@ -1,9 +1,9 @@
 """Find the elements that differ between two versions of a tensor, and apply such differences.
 
 Elements are compared as integers, called words. A gap is the number of unchanged words before a
-changed one. A byte plane has one byte of each word. Compiled code (`changes.c`) does the work in
-one pass. Without a C compiler, NumPy does it after a warning, several times slower, with the same
-result.
+changed one. A byte plane has one byte of each word: the first plane all lowest bytes, and so on.
+Compiled code (`changes.c`) does the work in one pass. Without a C compiler, NumPy does it after a
+warning, several times slower, with the same result.
 """
 
 import ctypes
@@ -24,20 +24,17 @@ from unstale.native import NotCompiled, compile_library
 
 SOURCE = Path(__file__).with_name("changes.c")
 ESCAPE = 255
-"""The byte that begins a large gap. A gap is the number of unchanged words before a changed one.
-Gaps below 255 are one byte. A byte of 255 means that 255 is added to the number in the next byte.
+"""The byte that begins a gap of 255 or more. (A gap is the number of unchanged words before a
+changed one.) A smaller gap is one byte. Each byte of 255 means that 255 is added to the number that
+follows.
 """
 
 MAX_SUM_WORDS = 1 << 24
-"""Largest number of words that torch mixes at once for a checksum. Mixing takes memory for two
-copies of them.
-"""
+"""Largest number of words that `mixed_sum` mixes at once. Mixing takes memory for two copies."""
 _STEP = 0x9E3779B97F4A7C15
-"""The factor of a word's position in `mixed_sum`."""
+"""The factor of a word's position in `mixed_sum`, from SplitMix64."""
 _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-"""Shifts and factors of the generator SplitMix64, by which `mixed_sum` mixes a word with its
-position.
-"""
+"""Shifts and factors of the generator SplitMix64, for mixing words in `mixed_sum`."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -46,13 +43,13 @@ Bytes = npt.NDArray[np.uint8]
 class Changes:
     """The changed words of a tensor: their number, and, if they are few, their positions and XOR.
 
-    If they are many, `gaps` and `planes` are empty.
+    If there are more than the caller's limit, `gaps` and `planes` are empty.
     """
 
     count: int
     gaps: Bytes
-    """The number of unchanged words before each changed word (its gap), as bytes of `encode_gaps`.
-    It gives the word's position.
+    """The positions of the changed words, as bytes: for each of them, the number of unchanged words
+    before it (its gap), in the format of `encode_gaps`.
     """
     planes: tuple[Bytes, ...]
     """The XOR of each changed word's old and new value, as byte planes: one array for each byte of
@@ -63,9 +60,9 @@ class Changes:
 def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
     """Return the words that differ between two contiguous integer tensors `[n]`.
 
-    If `after` is None, `before` is the XOR of both tensors. If more than `limit` words differ, the
-    result has only their number. Raises ValueError unless the tensors are on the CPU, contiguous,
-    and equal in shape and integer dtype.
+    If `after` is None, `before` is the XOR of both tensors. If more than `limit` words differ, only
+    their number is returned. Raises ValueError unless the tensors are on the CPU, contiguous, and
+    equal in shape and integer dtype.
     """
     _check_words(before, after)
     library = _library()
@@ -125,21 +122,18 @@ def find_changes_on_device(difference: Tensor, limit: int) -> Changes:
 
 
 def _planes_from_device(changed: Tensor) -> list[Bytes]:
-    """Return the byte planes of words `[n]`, lowest bytes first.
-
-    The words' device computes them.
-    """
+    """Return the byte planes of words `[n]`, lowest bytes first. The words' device splits them."""
     return [(changed >> 8 * i).to(torch.uint8).cpu().numpy() for i in range(changed.element_size())]
 
 
 def find_all_on_device(
     difference: Tensor, sizes: Sequence[int], limits: Sequence[int]
 ) -> list[Changes]:
-    """Return the changed words of each of several tensors on a device.
+    """Return the changed words of each of several tensors on a device, such as a GPU.
 
     `difference` `[n]` has the XORs of all tensors, concatenated. `sizes` has the number of words of
-    each tensor, and `limits` the largest number of changes that are listed for it. On a GPU, a few
-    kernels process all tensors together.
+    each tensor. `limits` has the largest number of changed words for which positions are returned,
+    for each tensor. On a GPU, a few kernels process all tensors together.
     """
     count = int(torch.count_nonzero(difference))
     if not count or 3 * count > len(difference):  # many positions would take much memory
@@ -189,8 +183,7 @@ def apply_changes(target: Tensor, found: Changes) -> None:
 
 
 def apply_planes(target: Tensor, planes: Sequence[Bytes]) -> None:
-    """XOR a contiguous integer tensor `[n]` on the CPU with the byte planes of a difference, in
-    place.
+    """XOR a contiguous integer tensor `[n]` on the CPU, in place, with a difference in byte planes.
 
     `planes` must have one byte of every element, as the result of `split_planes` does.
     """
@@ -206,7 +199,8 @@ def apply_planes(target: Tensor, planes: Sequence[Bytes]) -> None:
 def merge_changes(first: Changes, second: Changes, words: int) -> Changes:
     """Combine two successive sets of changes of one tensor into a single set with the same effect.
 
-    `words` is the number of words of the tensor. Raises ValueError if a position is outside it.
+    `words` is the number of words of the tensor. Raises ValueError if a changed position is outside
+    it.
     """
     for found in (first, second):
         check_gaps(found.gaps, found.count, words)
@@ -242,10 +236,7 @@ def _merged_by_numpy(first: Changes, second: Changes, words: int) -> Changes:
 
 
 def _pointers(parts: Sequence[Bytes]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Return an array of the memory addresses of byte arrays, for compiled code.
-
-    The caller must keep the byte arrays until they are read.
-    """
+    """Return the addresses of byte arrays, for compiled code. The caller must keep the arrays."""
     for part in parts:
         if part.dtype != np.uint8 or not part.flags.c_contiguous:
             raise ValueError(
@@ -289,14 +280,14 @@ def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> No
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Return the offset at which each of several successive parts begins, given their sizes."""
+    """Return the offset at which each of several adjacent parts begins, given their sizes."""
     return sizes.cumsum(0) - sizes
 
 
 def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
     """Raise ValueError unless encoded gaps give `changed` positions, all below `words`.
 
-    A gap is the number of unchanged words before a changed one (`encode_gaps`).
+    Gaps are encoded as in `encode_gaps`.
     """
     found = len(gaps) - int(np.count_nonzero(gaps == ESCAPE))
     if found != changed:
@@ -307,8 +298,10 @@ def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
 
 
 def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the words `[n]` that byte planes `[n]` (uint8) are made of. The first has the lowest
-    bytes.
+    """Return the words `[n]` that byte planes `[n]` (uint8) are made of, as a tensor of type
+    `dtype`.
+
+    The first plane has the lowest byte of each word.
     """
     bits = torch.zeros(len(planes[0]), dtype=dtype, device=planes[0].device)
     for i, plane in enumerate(planes):
@@ -317,7 +310,7 @@ def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def words_of(planes: Sequence[Bytes]) -> npt.NDArray[Any]:
-    """Return the words `[n]`, as signed integers, that byte planes `[n]` are made of.
+    """Return the words `[n]` that byte planes `[n]` are made of, as an array of signed integers.
 
     The first plane has the lowest byte of each word.
     """
@@ -329,24 +322,17 @@ def words_of(planes: Sequence[Bytes]) -> npt.NDArray[Any]:
 
 
 def upload(parts: Sequence[Bytes], like: Tensor) -> Tensor:
-    """Copy byte arrays to the device of the tensor `like`. Return them joined, as a uint8 tensor
-    `[n]`.
-    """
+    """Copy byte arrays to the device of `like`. Return them joined, as a uint8 tensor `[n]`."""
     return torch.from_numpy(np.concatenate(parts)).to(like.device)
 
 
 def _gaps_of(where: Tensor) -> Tensor:
-    """Return the gaps before positions `[n]`, encoded by the positions' device as `encode_gaps`
-    does.
-    """
+    """Return the encoded gaps (`encode_gaps`) of positions `[n]`, computed on their device."""
     return _coded(torch.diff(where, prepend=where.new_tensor([-1])) - 1)[0]
 
 
 def _coded(gaps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gaps as bytes, and for each gap the offset at which its bytes end.
-
-    A gap below 255 takes one byte. A longer one begins with bytes of the value `ESCAPE`.
-    """
+    """Return gaps in the format of `encode_gaps`, and the offset after the bytes of each gap."""
     escapes = gaps // ESCAPE
     ends = (escapes + 1).cumsum(0)
     coded = torch.full((int(ends[-1]),), ESCAPE, dtype=torch.uint8, device=gaps.device)
@@ -355,7 +341,7 @@ def _coded(gaps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positions_of(gaps: Bytes, changed: int, words: int) -> npt.NDArray[np.int64]:
-    """Return the positions `[changed]` of changed words. `gaps` is a result of `encode_gaps`.
+    """Return the positions `[changed]` of changed words from their encoded gaps (`encode_gaps`).
 
     `words` is the number of words of the tensor. Raises ValueError if a position is outside it.
     """
@@ -392,7 +378,6 @@ def mixed_sum(lanes: Tensor, place: int) -> int:
 
 
 def _signed(number: int) -> int:
-    """Return the signed 64-bit integer that has the bits of an unsigned one."""
     return number - (number >> 63 << 64)
 
 
@@ -406,7 +391,7 @@ def require_alike(before: Tensor, after: Tensor) -> None:
 
 
 def _check_words(before: Tensor, after: Tensor | None) -> None:
-    """Raise ValueError for tensors that compiled code cannot read by their addresses."""
+    """Raise ValueError for tensors whose memory compiled code cannot read."""
     if after is not None:
         require_alike(before, after)
     for each in (before,) if after is None else (before, after):
@@ -425,7 +410,6 @@ def _described(tensor: Tensor) -> str:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Return the compiled functions. Without a compiler, warn and return None."""
     try:
         library = compile_library(SOURCE)
     except NotCompiled as error:
@@ -471,10 +455,11 @@ def _by_numpy(difference: npt.NDArray[Any], limit: int) -> Changes:
 
 
 def encode_gaps(where: npt.NDArray[Any]) -> Bytes:
-    """Return for each changed word its gap, the number of unchanged words before it, as bytes.
+    """Return the gap of each changed word, which is the number of unchanged words before it, as
+    bytes.
 
-    `where` has the positions `[n]` of the changed words, in ascending order. A byte of 255 means
-    that 255 is added to the number in the next byte.
+    `where` has the positions `[n]` of the changed words, in ascending order. A gap below 255 is one
+    byte. A byte of 255 means that 255 is added to the number that follows.
     """
     gaps = np.diff(where, prepend=-1) - 1
     if not len(gaps) or gaps.max() < ESCAPE:
@@ -487,8 +472,6 @@ def encode_gaps(where: npt.NDArray[Any]) -> Bytes:
 
 
 def _planes(array: npt.NDArray[Any]) -> tuple[Bytes, ...]:
-    """Return the byte planes of words `[n]`: one array for each byte of a word, lowest bytes
-    first.
-    """
+    """Return the byte planes of words `[n]`, one for each byte of a word, lowest bytes first."""
     bits = array.view(f"u{array.itemsize}")
     return tuple((bits >> 8 * i).astype(np.uint8) for i in range(array.itemsize))

@@ -23,23 +23,19 @@ from typing import Any
 _LENGTHS = struct.Struct(">IQ")
 _SIZE = struct.Struct(">I")
 _ALIGNMENT = 16
-"""The body of a message starts at a multiple of this many bytes, so that tensors can use its
-memory.
-"""
+"""A message's body starts at a multiple of this many bytes, so that tensors can use its memory."""
 _LAST_WORDS = 2000
 _READ_BYTES = 1 << 16
 
 BEAT_S = 0.5
-"""Seconds between two heartbeats of a child process, and between two checks by its parent."""
+"""Seconds between heartbeats of a child process, and between checks for them by its parent."""
 FROZEN_S = 4.0
 """Seconds without a heartbeat after which a child process is treated as frozen."""
 _START_S = 60.0
-"""Seconds within which a child's first heartbeat must come. Python may take long to start from a
-slow disk.
-"""
+"""Longest time in seconds until a child's first heartbeat. Python may start slowly."""
 _EXIT_S = 5.0
-"""Seconds to wait for the end of a child that closed its socket, before it is killed. The wait may
-block the event loop. A child normally ends in less than 1 ms.
+"""Longest time in seconds to wait for the end of a child that has closed its socket, before it is
+killed. The wait may block the event loop, but a child normally ends in less than 1 ms.
 """
 
 _PROGRAM = """
@@ -59,11 +55,10 @@ from unstale.weights.child_process import receive_options
 if options := receive_options(int(sys.argv[1])):
     main(int(sys.argv[1]), options)
 """
-"""The program of the child process. On each timer signal, Python's C handler writes the heartbeat,
-even while other code holds the GIL. The signal's Python handler ends the process when the parent
-has ended, even during the imports. The parent's process ID is an argument, because the parent may
-have ended before the first line runs. No garbage is collected during the imports, which create
-little of it.
+"""The program of the child process. A timer signal writes the heartbeats through Python's C
+handler, even while other code holds the GIL. The signal's Python handler ends the process if its
+parent, whose process ID is an argument, has ended. Garbage collection is off during the imports,
+which create little garbage.
 """
 
 Bytes = bytes | memoryview
@@ -99,9 +94,10 @@ class Frames:
         self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[tuple[Header, bytearray]]:
-        """Add `data` to the stream. Yield header and body of every message that is now complete.
+        """Add `data` to the stream. Yield the header and body of every message that is complete
+        with it.
 
-        Raises ValueError for a message that is too long or has a header that is not JSON.
+        Raises ValueError for a message that is too long, or whose header is not JSON.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTHS.size:
@@ -130,7 +126,7 @@ class Frames:
 class _Process:
     """A new child process, which imports its module and then waits for its options.
 
-    `OSError` is raised if it cannot be created.
+    Raises OSError if it cannot be created.
     """
 
     def __init__(self, module: str, *, threads: int, gpus: Sequence[str]) -> None:
@@ -161,8 +157,7 @@ class _Process:
     def begin(self, options: Header) -> None:
         """Send the options to the process.
 
-        If the process has ended, no error is raised here: the next read from its socket detects
-        that.
+        No error is raised if the process has ended. The next read from its socket detects that.
         """
         text = json.dumps(options).encode()
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -179,7 +174,7 @@ class _Process:
 
 
 def receive_options(descriptor: int) -> str:
-    """Return the options that the parent's `Child` sends first, as JSON text. Wait for them.
+    """Wait for the options that the parent's `Child` sends first, and return them as JSON text.
 
     `descriptor` is the file descriptor of the socket, which stays open. Return "" if the parent has
     ended.
@@ -196,14 +191,14 @@ def receive_options(descriptor: int) -> str:
 
 
 _early: dict[str, list[_Process]] = {}
-"""Child processes that `start_early` has started and that no `Child` uses yet, by module."""
+"""Child processes that `start_early` has started and that no `Child` has taken yet, by module."""
 
 
 def start_early(module: str, *, threads: int, gpus: Sequence[str] = ()) -> None:
     """Start the process for the next `Child` with the same arguments, and return without waiting.
 
-    The process imports `module` before the `Child` needs it. It is killed if the next `Child` of
-    the module has other arguments, or at the end of this program.
+    So `module` is imported before the `Child` needs it. The process is killed at the end of this
+    program, or if the next `Child` of the module has other arguments.
     """
     if not _early:
         atexit.register(_end_early)
@@ -228,12 +223,11 @@ def _started(module: str, *, threads: int, gpus: Sequence[str]) -> _Process:
 
 
 class Child:
-    """A child process that calls `main(descriptor, options)` of a module. `socket` is connected to
-    it.
+    """A child process that calls `main(descriptor, options)` of a module.
 
-    The child ignores Ctrl-C and SIGTERM, which a cluster may send to every process. It ends by
-    `kill`, or when this process ends and the socket closes. It sends a heartbeat every `BEAT_S`
-    seconds, even while it computes. `check` reads the heartbeats.
+    `socket` is connected to the child. The child ignores Ctrl-C and SIGTERM, which a cluster may
+    send to every process. It ends by `kill`, or when this process ends and the socket closes. It
+    sends a heartbeat every `BEAT_S` seconds, even while it computes. `check` reads the heartbeats.
     """
 
     def __init__(
@@ -262,9 +256,9 @@ class Child:
     def check(self) -> None:
         """Kill the process and raise `ChildFrozen` if it sent no heartbeat for `FROZEN_S` seconds.
 
-        Call this every `BEAT_S` seconds. A longer time since the last call counts as `BEAT_S`,
-        because then this process, or the machine, was paused too. The first heartbeat may take
-        `_START_S` seconds.
+        Call this every `BEAT_S` seconds. After a longer time without a call, only `BEAT_S` seconds
+        count, because then this process or the machine was probably paused too. The first heartbeat
+        may take `_START_S` seconds.
         """
         now = time.monotonic()
         if self._beats.read(_READ_BYTES):
@@ -281,10 +275,9 @@ class Child:
             )
 
     def recv(self, size: int) -> bytes:
-        """Wait for bytes from the process. Return at most `size` bytes, or b"" if the process has
-        ended.
+        """Wait for bytes from the process. Return at most `size` bytes.
 
-        Raises `ChildFrozen` if the heartbeat stops.
+        Return b"" if the process has ended. Raises `ChildFrozen` if the heartbeat stops.
         """
         while not self._ready(select.POLLIN):
             self.check()
@@ -307,9 +300,7 @@ class Child:
                 self.check()
 
     def _ready(self, event: int) -> bool:
-        """Wait up to `BEAT_S` seconds for an event of `select.poll` on the socket. Return True if
-        it came.
-        """
+        """Wait up to `BEAT_S` seconds for an event of `select.poll`. Return True if it came."""
         poll = select.poll()
         poll.register(self.socket, event)
         return bool(poll.poll(1000 * BEAT_S))
@@ -352,9 +343,9 @@ def cores() -> int:
 
 
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment variable by which a child process sees only the GPUs `gpus`.
+    """Return the environment variable that restricts a child process to the GPUs `gpus`.
 
-    If `gpus` is empty, there is no variable: the child process then sees the GPUs of this process.
+    Return an empty dict if `gpus` is empty. The child process then sees all GPUs of this process.
     """
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 

@@ -14,9 +14,9 @@ a tensor on a GPU changed, only their gaps and planes are copied to the CPU.
 `weights/bits.py` computes the checksums of weights. A file with a delta also has a checksum of its
 own bytes.
 
-The bytes of a delta may be damaged or hostile. Reading them returns the delta that was written or
-raises ValueError. Applying a delta takes no more memory than these bytes and the tensors. On a GPU
-it also takes 24 bytes for each changed word of a tensor, or of a group of small tensors.
+The bytes of a delta may be damaged or hostile. Reading them returns the delta that was written, or
+raises ValueError. Applying a delta takes no more memory than its bytes and the tensors. On a GPU it
+also takes 24 bytes for each changed word of a tensor, or of a group of small tensors.
 """
 
 import json
@@ -24,6 +24,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from mmap import mmap
 from pathlib import Path
 from typing import Any, Literal
@@ -36,11 +37,9 @@ from torch import Tensor
 
 from unstale.weights.bits import (
     WORDS,
-    Checksum,
     bytes_of,
     check_kind,
     checksum,
-    checksum_like,
     has_checksum,
     in_threads,
     joined,
@@ -73,20 +72,18 @@ PACKED_ABOVE = 1 / 3
 slow and larger than `sparse`.
 """
 SAMPLE_WORDS = 1 << 16
-"""Number of words in the sample of a large tensor, by which the formats `sparse` and `packed` are
-compared.
-"""
+"""Number of words in the sample of a large tensor by which `sparse` or `packed` is chosen."""
 SAMPLE_BLOCKS = 64
-"""Number of blocks in the sample of a tensor's words. Their distances are equal, because changes
-may be in one part of a tensor only, such as the rows of some tokens or experts.
+"""Number of blocks in the sample of a tensor's words, at equal distances. Several are needed,
+because the changes may be in one part of a tensor, such as the rows of some tokens or experts.
 """
 EXACT_WORDS = 1 << 18
 """Largest number of words of a tensor that is compressed in both formats, `sparse` and `packed`.
 For a larger tensor, a sample decides between them.
 """
 MAX_GROUP_WORDS = 1 << 26
-"""Largest number of words in a group of tensors on a GPU that are compared or changed together. A
-group is copied for that, so this limits the memory. A larger tensor is a group by itself.
+"""Largest number of words in a group of tensors on a GPU that are compared or changed together.
+This limits memory, because such a group is copied. A larger tensor is a group by itself.
 """
 
 _ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
@@ -103,7 +100,7 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER = struct.Struct("<Q")
 _DAMAGE = (struct.error, KeyError, TypeError, AttributeError, RuntimeError)
-"""The kinds of errors besides ValueError that reading a damaged header raises."""
+"""Errors, besides ValueError, that reading a damaged header can raise."""
 
 Array = npt.NDArray[Any]
 Kind = Literal["sparse", "packed", "raw"]
@@ -118,7 +115,7 @@ class Encoded:
     kind: Kind
     words: int
     width: int
-    """Size in bytes of a word, the unit in which tensors are compared."""
+    """Size in bytes of a word, which is one element of the tensor as an integer."""
     changed: int
     """Number of words of the tensor that differ between the two versions."""
     streams: tuple[Bytes, ...]
@@ -154,14 +151,14 @@ class Delta:
 
     base: int
     version: int
-    checksum: Checksum
-    """The checksum of the weights of `version`, with which the result of applying the delta is
-    compared.
+    checksum: str
+    """The checksum of the weights of `version`. It is compared with that of the result of applying
+    the delta.
     """
     tensors: Mapping[str, Encoded]
     starts: Mapping[str, int] | None = None
-    """None if the delta covers whole tensors. If it covers only a part of each tensor: the index of
-    the word at which the part begins in its tensor.
+    """For a delta that covers only a part of each tensor: the index of the word at which the part
+    begins in its tensor, by name. None if the delta covers whole tensors.
     """
 
     @property
@@ -169,11 +166,10 @@ class Delta:
         return sum(encoded.nbytes for encoded in self.tensors.values())
 
     def targets(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors to which the delta applies, by name: views of parts if it covers only
-        parts.
+        """Return the tensors to which the delta applies, by name.
 
-        `tensors` are whole tensors. Raises ValueError if a delta of parts names an unknown tensor
-        or exceeds a tensor.
+        They are `tensors`, which must be whole, or views of parts of them if the delta covers only
+        parts. Raises ValueError if a delta of parts names an unknown tensor, or exceeds a tensor.
         """
         if self.starts is None:
             return tensors
@@ -192,9 +188,7 @@ class Delta:
         return parts
 
     def check_way(self, held: int, wanted: int) -> None:
-        """Raise ValueError unless the delta leads from version `held` of the weights to version
-        `wanted`.
-        """
+        """Raise ValueError unless the delta leads from version `held` to version `wanted`."""
         if (self.base, self.version) != (held, wanted):
             raise ValueError(
                 f"the delta leads from version {self.base} to {self.version}, "
@@ -205,9 +199,7 @@ class Delta:
 def encode_all(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Iterable[str]
 ) -> dict[str, Encoded]:
-    """Compress the differences of the tensors `names` between two versions, with several
-    threads.
-    """
+    """Compress the differences between two versions of the tensors `names`, in several threads."""
 
     def encode_one(name: str) -> Encoded:
         return encode_between(words(before[name]), words(after[name]))
@@ -227,7 +219,7 @@ def encode_all(
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Yield lists of tensor names. The tensors of a list have the same element size and device.
 
-    They have at most `MAX_GROUP_WORDS` elements in all, unless the list is one larger tensor.
+    A list has at most `MAX_GROUP_WORDS` elements in all, or is a single larger tensor.
     """
     alike: dict[tuple[int, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
@@ -248,7 +240,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 def _encode_group(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Encoded]:
     """Compress the differences of tensors on one device, such as a GPU. The tensors are `words`.
 
-    The device finds the changes of all tensors together. Several threads compress them.
+    The device finds the changes of all tensors together. Several CPU threads compress them.
     """
     for name, tensor in before.items():
         require_alike(tensor, after[name])
@@ -295,13 +287,13 @@ def encode_between(before: Tensor, after: Tensor) -> Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The words `[n]` of a tensor in two versions, or only their XOR if `after` is None."""
+    """The words `[n]` of a tensor in two versions. If `after` is None, `before` is their XOR."""
 
     before: Tensor
     after: Tensor | None = None
     found: Changes | None = None
-    """The changed words: positions and XOR only if there are at most `_sparse_limit`. None before
-    the search.
+    """The changed words. If there are more than `_sparse_limit`, it has only their number. None
+    before the search.
     """
 
     @property
@@ -309,9 +301,8 @@ class _Pair:
         return self.before if self.after is None else self.before ^ self.after
 
     def sample(self) -> "_Pair":
-        """Return the same `SAMPLE_WORDS` words of both versions, in `SAMPLE_BLOCKS` blocks.
-
-        For tensors of more than `EXACT_WORDS` words.
+        """Return the same `SAMPLE_WORDS` words of both versions of a large tensor, in
+        `SAMPLE_BLOCKS` blocks.
         """
         length = SAMPLE_WORDS // SAMPLE_BLOCKS
         last = len(self.before) - length
@@ -323,10 +314,10 @@ class _Pair:
         return _Pair(blocks(self.before), None if self.after is None else blocks(self.after))
 
     def changes(self, limit: int) -> tuple[int, tuple[Array, ...]]:
-        """Return the number of changed words, and the data of the format `sparse` before
-        compression.
+        """Return the number of changed words, and their data in the format `sparse`, not yet
+        compressed.
 
-        There is no data if no word or more than `limit` words changed.
+        The data is empty if no words, or more than `limit`, changed.
         """
         if self.found is not None:
             found = self.found
@@ -355,19 +346,17 @@ def _encode(pair: _Pair) -> Encoded:
 
 
 def _sparse_limit(count: int) -> int:
-    """Return the largest number of changed words among `count` at which the format `sparse` is
-    tried.
-    """
+    """Return the largest number of changed words, of `count`, for which `sparse` is tried."""
     return int(SPARSE_BELOW * count)
 
 
 def _smaller(
     pair: _Pair, changed: int, sparse: tuple[Array, ...]
 ) -> tuple[Kind, tuple[bytes, ...]]:
-    """Return the name and compressed data of the smaller format, `sparse` or `packed`.
+    """Return the name and the compressed data of the smaller format, `sparse` or `packed`.
 
-    `sparse` is the data of the format of this name before compression. For a tensor of more than
-    `EXACT_WORDS` words, a sample decides which is smaller.
+    `sparse` has the data in the format `sparse`, not yet compressed. For a tensor of more than
+    `EXACT_WORDS` words, a sample decides which format is smaller.
     """
     count = len(pair.before)
     kinds: list[Kind] = []
@@ -406,7 +395,7 @@ def all_of(version: int, weights: Mapping[str, Tensor]) -> Delta:
 
 
 def apply(encoded: Encoded, target: Tensor) -> None:
-    """Apply a difference by XOR to `target`, which has the `words` of a tensor, in place.
+    """Apply a difference in place, by XOR, to `target`: the `words` of a tensor.
 
     Raises ValueError if the difference is damaged or belongs to a tensor of another size.
     """
@@ -437,8 +426,7 @@ def apply(encoded: Encoded, target: Tensor) -> None:
 
 
 def apply_all(tensors: Mapping[str, Encoded], targets: Mapping[str, Tensor]) -> None:
-    """Apply differences by XOR to `targets`, the `words` of tensors, in place, with several
-    threads.
+    """Apply differences in place, by XOR and with several threads, to the `words` of tensors.
 
     On a GPU, tensors with few changes are changed together.
     """
@@ -488,9 +476,7 @@ def merge(parts: Sequence[Encoded]) -> Encoded:
 
 
 def _changes_of(encoded: Encoded) -> Changes:
-    """Return the decompressed changes of a `sparse` difference. Raises ValueError if they are
-    damaged.
-    """
+    """Return the decompressed changes of a `sparse` difference. Raises ValueError for damage."""
     stream, *planes = encoded.streams
     changed = encoded.changed
     gaps = _unpack(stream, changed, changed + encoded.words // ESCAPE)
@@ -500,9 +486,9 @@ def _changes_of(encoded: Encoded) -> Changes:
 def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
     """Turn the weights of version `delta.base` into those of `delta.version`, in place.
 
-    A delta of parts of tensors changes only these parts. Raises ValueError if the delta belongs to
-    other tensors, or if the result does not have the delta's checksum. The tensors are then
-    unchanged.
+    A delta of parts of tensors changes only these parts. Raises ValueError, and leaves the tensors
+    unchanged, if the delta belongs to other tensors, or if the result does not have the delta's
+    checksum.
     """
     tensors = delta.targets(tensors)
     require_fit(delta, tensors)
@@ -535,8 +521,8 @@ def advance_overlap(parts: Mapping[str, Tensor], starts: Mapping[str, int], delt
     """Apply a delta to parts of tensors, in place. Return the number of their words that it covers.
 
     `starts` has the index of the word at which each part begins in its whole tensor. Words of the
-    delta outside these parts are ignored. The delta's checksum is not compared, because it is that
-    of other parts.
+    delta outside these parts are ignored. The delta's checksum is not compared, because it may be
+    that of other parts. Raises ValueError if the delta has a tensor that `parts` lacks.
     """
     common = 0
     for name, encoded in delta.tensors.items():
@@ -560,7 +546,7 @@ def advance_overlap(parts: Mapping[str, Tensor], starts: Mapping[str, int], delt
 def dumps(delta: Delta) -> bytes:
     """Return a delta as the bytes of a safetensors file.
 
-    The compressed data are tensors of bytes. Everything else is metadata.
+    The compressed data is in uint8 tensors, and everything else in the metadata.
     """
     return b"".join(file_parts(delta))
 
@@ -615,8 +601,7 @@ def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
 def file_header(
     layout: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a safetensors file, and the byte offset of each tensor in the file, in
-    order.
+    """Return the header of a safetensors file, and each tensor's byte offset in the file, in order.
 
     `layout` has tensors of the right dtypes and shapes, possibly on the device `meta`. Raises
     ValueError for a dtype that safetensors files cannot have.
@@ -638,7 +623,7 @@ def file_header(
 
 
 def file_size(header: Bytes) -> int:
-    """Return the size in bytes of a whole safetensors file, read from its header."""
+    """Return the size in bytes of a whole safetensors file, according to its header."""
     (size,) = _HEADER.unpack_from(header)
     entries = json.loads(bytes(header[_HEADER.size : _HEADER.size + size]))
     entries.pop("__metadata__", None)
@@ -675,10 +660,10 @@ def tensors_of(data: bytes | bytearray | mmap) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of each tensor of a safetensors file. One is in memory at a time.
+    """Yield the name and value of each tensor of a safetensors file, with one in memory at a time.
 
-    The file is read, not mapped, because mapped pages would count as memory of the process. Raises
-    ValueError if the file is damaged or cut short.
+    The file is read instead of mapped, because mapped pages would count as memory of the process.
+    Raises ValueError if the file is damaged or cut short.
     """
     with path.open("rb") as file:
         try:
@@ -746,8 +731,7 @@ def _loads(data: Bytes) -> Delta:
                 raise ValueError(f"stream {i} of {name} is not in the file")
             streams.append(data[start + first : start + last])
         tensors[name] = Encoded(**entry | {"streams": tuple(streams)})
-    recorded = int(seal) if seal.isdecimal() else seal
-    if checksum_like(recorded, _sealed(text, tensors)) != recorded or header or left:
+    if _seal(text, tensors) != seal or header or left:
         raise ValueError("its checksum differs")
     delta = Delta(tensors=tensors, **about)
     if any(type(getattr(delta, each.name)) is not int for each in fields(Delta)[:2]):
@@ -757,18 +741,15 @@ def _loads(data: Bytes) -> Delta:
 
 
 def _seal(about: str, tensors: Mapping[str, Encoded]) -> str:
-    """Return the checksum of a delta's metadata and compressed data, by which damage is found."""
-    return xxh3(_sealed(about, tensors))
-
-
-def _sealed(about: str, tensors: Mapping[str, Encoded]) -> Iterator[Bytes]:
-    yield about.encode()
-    for encoded in tensors.values():
-        yield from encoded.streams
+    """Return a checksum of a delta's metadata and compressed data, to detect damage."""
+    streams = (stream for encoded in tensors.values() for stream in encoded.streams)
+    return xxh3(chain([about.encode()], streams))
 
 
 def require_fit(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless a delta and the tensors agree in names, sizes and element sizes."""
+    """Raise ValueError unless a delta fits the tensors: in names, and in number and size of
+    elements.
+    """
     if unmatched := sorted(tensors.keys() ^ delta.tensors.keys()):
         raise ValueError(f"the delta is of other weights: {unmatched[:4]} on one side only")
     for name, encoded in delta.tensors.items():
@@ -792,9 +773,9 @@ def _pack(array: Array) -> bytes:
 
 
 def _unpack(stream: Bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
-    """Decompress data to between `low` and `high` bytes. Raises ValueError for another size.
+    """Decompress data. Raises ValueError unless the result has between `low` and `high` bytes.
 
-    The size in the data's header is checked before memory is allocated.
+    The size that the data's header gives is checked before memory is allocated.
     """
     try:
         size = zstandard.frame_content_size(stream)

@@ -1,8 +1,8 @@
 """Estimates of the size of a delta between two versions, and of the time to compute it.
 
 A delta is the difference of the weights: the positions that an optimizer step changed, and the XOR
-of their old and new bits. Sizes and times were measured with 20,193,600 bfloat16 weights under
-AdamW on one core, rounded to nearest: see benchmarks/results/routes-planner.md.
+of their old and new bits. The estimates rest on measurements with 20,193,600 bfloat16 weights under
+AdamW, rounded to nearest, on one core: see benchmarks/results/routes-planner.md.
 """
 
 import math
@@ -22,7 +22,6 @@ class DeltaMeasurement(NamedTuple):
     """
 
     rate: float
-    """Learning rate of the measurement."""
     changed: float
     """Share of the bfloat16 weights that one optimizer step changes, 0 to 1."""
     encode_s: float
@@ -39,14 +38,14 @@ TABLE = (
 
 STOCHASTIC_RATE = 3.4e-5
 """Learning rate at which a delta takes 0.21 bytes for each weight, with rounding to nearest. With
-stochastic rounding, deltas have this size at all lower learning rates (docs/rounding.md): the
-roundings of two versions are drawn independently, so even after a tiny update a third of the
-weights differ.
+stochastic rounding, deltas have this size at all lower learning rates (docs/rounding.md): each
+version is rounded with other random numbers, so even after a tiny update a third of the weights
+differ.
 """
 
 
 def delta_rate(rate: float, rounding: str) -> float:
-    """Return the learning rate for `delta_bytes` and the other estimates of this module.
+    """Return the learning rate to pass to `delta_bytes` and the other estimates of this module.
 
     `rate` is the trainer's learning rate. With stochastic rounding (`trainer.rounding`) the result
     is at least `STOCHASTIC_RATE`, because deltas are not smaller then.
@@ -57,10 +56,10 @@ def delta_rate(rate: float, rounding: str) -> float:
 def delta_bytes(words: float, rate: float) -> float:
     """Return the size in bytes of the delta between two consecutive versions of `words` weights.
 
-    `rate` is the learning rate (`delta_rate`). The formula adds the entropy of the distances
-    between changed weights, and 3.3 bits or more for each XOR. It is within 3% of the measured
-    sizes. Keeping five versions takes four deltas. The example shows their size as a share of a
-    copy of the model, for each learning rate of the table:
+    `rate` is a result of `delta_rate`. The formula adds the entropy of the distances between
+    changed weights, and 3.3 bits or more for each XOR. It is within 3% of the measured sizes. The
+    example shows the size of four deltas (for five versions) as a share of a copy of the model, for
+    each learning rate of the table:
 
     >>> [round(4 * delta_bytes(1, row.rate) / 2, 3) for row in TABLE]
     [0.033, 0.08, 0.212, 0.79]
@@ -86,15 +85,17 @@ def changed_share(rate: float) -> float:
 
 
 def encode_s(words: float, rate: float) -> float:
-    """Return the seconds in which one core computes the delta of `words` weights at learning rate
-    `rate`.
+    """Return the seconds in which one core computes the delta of `words` weights.
+
+    `rate` is a result of `delta_rate`.
     """
     return words / _MEASURED_WORDS * _interpolate(max(rate, TABLE[0].rate), "encode_s")
 
 
 def apply_s(words: float, rate: float) -> float:
-    """Return the seconds in which one core applies the delta of `words` weights at learning rate
-    `rate`.
+    """Return the seconds in which one core applies the delta of `words` weights.
+
+    `rate` is a result of `delta_rate`.
     """
     return words / _MEASURED_WORDS * _interpolate(max(rate, TABLE[0].rate), "apply_s")
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 Handle = dict[str, Any]
-"""The data with which another process opens a tensor's GPU memory. It has the tensor's name, dtype,
-shape and strides. For torch it also has the device, the handle, size and offset in bytes of the
-allocation, and where the allocation's users are counted.
+"""The data with which another process opens a tensor's GPU memory: the tensor's name, dtype, shape
+and strides, and what torch needs (the device, the allocation's handle, size and offset in bytes,
+and the counter of its users).
 """
 
 _INSTEAD = "set engine.transfer = file"

@@ -1,7 +1,7 @@
-"""Temporary folders that a later process removes if the process that made them was killed.
+"""Temporary folders that are removed even if the process that made them was killed.
 
-A running process locks its folder. A killed process leaves the folder without a lock, and a later
-process removes it.
+A running process locks its folder. The folder of a killed process has no lock, so a later process
+removes it.
 """
 
 import fcntl

@@ -14,7 +14,7 @@ from unstale.weights.store import Delta, Update, VersionStore
 
 
 class WeightReceiver(Protocol):
-    """The methods by which an engine receives weights (see `unstale.engines.Engine`)."""
+    """The methods of an engine (`unstale.engines.Engine`) by which it receives weights."""
 
     @property
     def takes_deltas(self) -> bool: ...
@@ -43,7 +43,7 @@ class VersionedWeights(Protocol):
 class DeltaInParts(Delta):
     """A delta in several parts, such as one from each trainer rank.
 
-    The function `read` returns the parts, and `tensors` is empty.
+    The function `read` fetches the parts. The field `tensors` is empty.
     """
 
     read: Callable[[], Iterable[Delta]]
@@ -62,21 +62,24 @@ class Publisher(Protocol):
     def begin(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
         """Begin to prepare the update, in the trainer's thread, while engines still sample.
 
-        `live` are the older versions that must be kept, because tokens that they sampled are not
-        trained on yet. The weights of `source` must not change before the version is published.
+        The weights of `source` must not change before the version is published. `live` are the
+        older versions that must be kept, because tokens that they sampled are still to be trained
+        on.
         """
         ...
 
     def finish(self) -> None:
         """Finish the preparation that `begin` started.
 
-        Call this in a thread other than the trainer's, which may compute log-probabilities
-        meanwhile.
+        Call this in a thread other than the trainer's, which may compute log-probabilities in the
+        meantime.
         """
         ...
 
     async def stage(self) -> None:
-        """Let the engines get ready to load the prepared update, while they still sample."""
+        """Send the prepared update to the engines while they still sample, so that the later `load`
+        is short.
+        """
         ...
 
     async def publish(self) -> None:
@@ -98,26 +101,26 @@ class PostedWeights(Mapping[str, Tensor]):
 
 
 Post = Callable[[int, Mapping[str, Tensor], Delta | None], PostedWeights]
-"""A function that makes a version available to engines on other machines. Its arguments are those
-of `Put`.
-"""
+"""A function like `Put` that makes a version available to engines on other machines."""
 
 
 KeepVersions = Callable[[Collection[int]], Awaitable[None]]
-"""A function that makes the engines drop the LoRA adapters of all versions but those given."""
+"""A function that receives versions, and makes engines drop the LoRA adapters of all other
+versions.
+"""
 
 
 class DirectPublisher:
     """A publisher that passes weights to one engine, in the precision `dtype`.
 
-    `store`, if given, is the store of earlier versions for `old_logp`. It computes the delta, the
-    compressed difference from the previous version. A delta that is smaller than the weights is
-    passed to `put`, and to an engine that accepts deltas and has the previous version. `put` saves
-    every version to disk before the engine loads it. With `post`, the engine receives the result of
-    `post` and fetches the weights itself. With `in_place`, whole weights stay on the trainer's
-    device. With `packed`, a format of `quantisation.FORMATS`, the engine receives numbers in this
-    format and their scales, and later versions as differences of these. `keep_versions`, if given,
-    is called with the older versions that the engine must keep.
+    `store` keeps earlier versions for `old_logp`, and computes the delta: the compressed difference
+    from the previous version. A delta that is smaller than the weights is passed to `put`, and to
+    an engine that accepts deltas and has the previous version. `put` saves every version to disk
+    before the engine loads it. With `post`, the engine receives the result of `post` and fetches
+    the weights itself. With `in_place`, whole weights stay on the trainer's device. With `packed`,
+    a format of `quantisation.FORMATS`, the engine receives quantised weights and their scales, and
+    later versions as differences of these. `keep_versions` is called with the older versions that
+    the engine must keep.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a publication
@@ -141,13 +144,13 @@ class DirectPublisher:
         self._device = None if in_place else "cpu"
         self._packed = packed
         self._last_packed: tuple[int, Mapping[str, Tensor]] = -1, {}
-        """The version whose weights were quantised last, and these weights with their scales."""
+        """The version whose weights were quantised last, and its quantised weights with their
+        scales. -1 before the first.
+        """
         self._loaded = -1
         """The version of the weights that the engine has loaded. -1 before the first."""
         self._begun: tuple[int, Mapping[str, Tensor]] | None = None
-        """The version whose publication is being prepared, and its weights. None if nothing is
-        being prepared.
-        """
+        """The version whose publication is being prepared, and its weights. None for no version."""
         self._prepared: tuple[Update, int] | None = None
         self._keep_versions = keep_versions
         self._live: Collection[int] = ()
@@ -188,7 +191,9 @@ class DirectPublisher:
         self.finish()
 
     async def stage(self) -> None:
-        """Let the engine get ready to load the update. If this fails, the engine still samples."""
+        """Send the update to the engine before it is interrupted. If this fails, the engine still
+        samples.
+        """
         await self._engine.stage(*self._update())
 
     async def publish(self) -> None:
@@ -212,8 +217,8 @@ class DirectPublisher:
         return self._prepared
 
     def _pack(self, version: int, weights: Mapping[str, Tensor]) -> Update:
-        """Return the weights in the format `packed`, or their difference from those that the engine
-        has.
+        """Return the weights quantised to the format `packed`, or the difference from those of the
+        engine.
 
         The difference is returned if it is smaller and the engine accepts deltas.
         """
@@ -242,10 +247,9 @@ def num_bytes(weights: Mapping[str, Tensor]) -> int:
 def cast(
     weights: Mapping[str, Tensor], dtype: torch.dtype, *, device: str | None = "cpu"
 ) -> dict[str, Tensor]:
-    """Return the weights in precision `dtype` on a device. With `device` None, each stays on its
-    own.
+    """Return the weights in precision `dtype` on `device`. None leaves each on its own device.
 
-    A weight is copied only if its device or precision differs. So the trained model must not change
+    Weights that have this device and precision are not copied. So the trained model must not change
     before the version is published (`unstale.loop.until_scorable`).
     """
     return {name: tensor.detach().to(device, dtype) for name, tensor in weights.items()}

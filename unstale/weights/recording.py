@@ -1,4 +1,4 @@
-"""A recording of a run's weight versions and batches, on which `unstale audit` tests `old_logp`.
+"""A recording of a run's weight versions and batches, with which `unstale audit` checks `old_logp`.
 
     recorded/versions/000012.safetensors    the weights of version 12
     recorded/batches/000013.safetensors     the sequences that step 13 trained on
@@ -38,40 +38,42 @@ NaN or infinity.
 """
 
 _LISTS = ("offsets", "episodes")
-"""Names of the columns of a batch that are tuples instead of tensors."""
+"""Names of the columns that are tuples in a batch, not tensors."""
 
 _STORED = ("stored.old_logp", "stored.exact")
-"""Names of the columns that only a batch with replayed tokens (tokens that are trained on again)
-has.
-"""
+"""Names of the columns that only a batch with replayed tokens (which are trained on again) has."""
 
 _LESSONS = "lessons"
-"""Name of the column that only a batch with lessons has. A lesson is the teacher of a sequence and
-a text that only the teacher reads. The column has, for each lesson, the teacher, the offset in the
-sequence before which the text is read, its number of tokens, and the tokens.
+"""Name of the column that only a batch with lessons has. A lesson is a text of a sequence that only
+its teacher model reads. The column has, for each lesson: the teacher, the offset in the sequence
+before which the text is read, its number of tokens, and the tokens.
 """
 
 _WEIGHT = "weight/"
 """Prefix of the names of weights in the file of a failed step."""
 
 _ROUTED_EXPERTS = ("routes.complete", "routes.places", "routes.experts")
-"""Names of the columns that only a batch with routed experts (the experts that an MoE model chose)
-has. A row of `routes.places` is (sequence, version, start, count).
+"""Names of the columns that only a batch with routed experts has: the experts that an MoE model
+chose for each token. A row of `routes.places` is (sequence, version, start, count).
 """
 
 _KEPT_SETS = ("kept_sets.sizes", "kept_sets.ids")
-"""Names of the columns that only a batch of truncated sampling (`top_p`, `top_k`, `min_p`) has."""
+"""Columns that only a batch of truncated sampling (`top_p`, `top_k`, `min_p`) has: the sets of
+tokens to which sampling was truncated.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """A batch, the step that trained on it, and the policy's version before that step."""
+    """A batch, the step that trained on it, and the version of the policy before that step."""
 
     step: int
     version: int
     batch: Batch
     version_gaps: tuple[tuple[int, int], ...] = ()
-    """Version numbers that the run skipped when it was resumed, as in `unstale.model.versions`."""
+    """Ranges of version numbers that the run skipped when it was resumed, as in
+    `unstale.model.versions`.
+    """
 
 
 class Recording:
@@ -81,7 +83,7 @@ class Recording:
         """Create the folders of a recording.
 
         `base` is the checksum of the frozen weights if the run trains LoRA adapters, else 0. With
-        several trainer ranks, all but one have `writes=False` and write nothing.
+        several trainer ranks, only one has `writes=True`. The others write nothing.
         """
         self._versions = folder / "versions"
         self._batches = folder / "batches"
@@ -113,9 +115,9 @@ class Recording:
 class Recorded:
     """A reader of a `Recording`: the batches of a run, and the weights of each version.
 
-    A batch needs the versions that sampled its tokens, and the version before its step. It is
-    skipped if one of them was not recorded. This happens if the run was killed before it recorded a
-    version, or if recording began with a resume.
+    To check a batch, the versions that sampled its tokens and the version before its step are
+    needed. A batch is skipped if one of these was not recorded. This happens if the run was killed
+    before it recorded a version, or if recording began with a resume.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -167,11 +169,10 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class FailedStep:
-    """The batch and weights of a training step that gave NaN or infinity, to repeat the
-    computation.
+    """The batch and weights of a training step that gave NaN or infinity, to repeat the step.
 
     `columns` are further tensors `[T]`, with one entry for each token of the batch. `about`
-    describes the failure by names and texts.
+    describes the failure, as texts by name.
     """
 
     batch: Batch
@@ -193,8 +194,9 @@ class FailedStep:
 
     @classmethod
     def load(cls, path: Path) -> "FailedStep":
-        """Return the failed step that `save` wrote to a file. Raises ConfigError for any other
-        file.
+        """Return the failed step that `save` wrote to a file.
+
+        Raises ConfigError for any other file.
         """
         try:
             return cls._read(path)
@@ -264,7 +266,6 @@ def _batch(columns: Mapping[str, Tensor]) -> Batch:
 
 
 def _under(prefix: str, columns: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the columns whose names begin with `prefix`, without the prefix."""
     return {
         name.removeprefix(prefix): column
         for name, column in columns.items()

@@ -2,7 +2,7 @@
 
 The store has one full copy of the weights, and the differences (deltas) between adjacent versions.
 Each tensor is handled separately, so each process of a sharded trainer can store its own shards. At
-each publication the store is given the versions that pending tokens still need, and drops the
+each publication the store gets the list of versions that pending tokens still need, and drops the
 others. The files in `versions/` of a run's folder are written and removed by
 `unstale.durability.checkpoint`.
 """
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from unstale.weights.bits import (
-    Checksum,
     checksum,
     has_checksum,
     in_threads,
@@ -39,9 +38,7 @@ from unstale.weights.codec import (
 __all__ = ["Delta", "Update", "VersionStore"]
 
 Update = Mapping[str, Tensor] | Delta
-"""New weights for an engine: all weights of a version, or the delta from the version that it
-has.
-"""
+"""New weights for an engine: all weights of a version, or the delta from the engine's version."""
 
 
 class VersionStore:
@@ -51,9 +48,9 @@ class VersionStore:
     are given, they are the full copy: they are changed in place and may be on any device. Otherwise
     the store copies the first version.
 
-    `begin_put` and `begin_keep` leave their work to a thread of the store. Every other method waits
-    for this thread first, and raises its error. Any thread may call `wait` and `delta`; the other
-    methods must be called one at a time.
+    `begin_put` and `begin_keep` start their work in a thread of the store. Every other method first
+    waits for this thread, and raises its error. `wait` and `delta` may be called from any thread.
+    The other methods must be called one at a time.
 
     >>> store = VersionStore()
     >>> for version in range(4):
@@ -72,45 +69,44 @@ class VersionStore:
         self._versions: list[int] = []
         self._at = -1
         self._files: dict[int, bytearray] = {}
-        """For each stored version but the first, its delta from the previous version as a
-        safetensors file, which checkpoints write without a copy.
+        """The delta to each stored version (except the first) from the one before, as a safetensors
+        file. Checkpoints write these bytes without a copy.
         """
         self._deltas: dict[int, Delta] = {}
-        """The deltas, as views of the bytes in `_files`."""
+        """The delta to each stored version, as views of the bytes in `_files`."""
         self.encode_s = 0.0
         """Seconds spent on compression so far."""
         self._jobs: list[Future[None]] = []
-        """The jobs of the store's thread for which no method has waited yet."""
+        """The jobs of the store's thread that no method has waited for yet."""
         self._thread: ThreadPoolExecutor | None = None
-        """The thread that does the jobs. None while there is no job."""
         self._changing_jobs = Lock()
 
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Add the weights of a new version. If the version is stored already, compare the weights
-        with it.
+        """Add the weights of a new version.
 
-        Raises ValueError if names, shapes or dtypes differ from the store's, if the version is
-        older than the newest, or if it is stored with other weights.
+        If the version is stored already, the weights are compared instead. Raises ValueError if
+        names, shapes or dtypes differ from the store's, if the version is older than the newest, or
+        if it is stored with other weights.
         """
         self.begin_put(version, tensors)
         self.wait()
 
     def begin_put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Let the store's thread do what `put` does, and return without waiting.
+        """Begin to do what `put` does, in the store's thread.
 
         The tensors are not copied, so they must not change until `wait` has returned.
         """
         self._begin(partial(self._put, version, tensors), tensors)
 
     def begin_keep(self, live: Collection[int]) -> None:
-        """Let the store's thread do what `keep` does, and return without waiting."""
+        """Begin to do what `keep` does, in the store's thread."""
         self._begin(partial(self._keep, frozenset(live)), self._movable)
 
     def wait(self) -> None:
         """Wait until the store's thread has done its work, and raise its error.
 
-        Afterwards the thread reads none of the tensors that were passed to it. If a call failed,
-        the store is as it was before this call.
+        Afterwards the thread reads none of the tensors that were passed to it. If a job failed, the
+        store is as it was before this job.
         """
         with self._changing_jobs:
             jobs = self._jobs
@@ -121,8 +117,9 @@ class VersionStore:
             self._forget(jobs)
 
     def _begin(self, work: Callable[[], None], tensors: Mapping[str, Tensor]) -> None:
-        """Queue a job for the store's thread. The job reads `tensors`. It is skipped if an earlier
-        one fails.
+        """Queue a job that reads `tensors` for the store's thread.
+
+        The job is skipped if an earlier one fails.
         """
         device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         work = on_side_stream(work, device)
@@ -132,10 +129,10 @@ class VersionStore:
             self._jobs = [*self._jobs, self._thread.submit(_after, before, work)]
 
     def _forget(self, jobs: "Sequence[Future[None]]") -> None:
-        """Remove these jobs from the list of jobs, except unfinished ones. End the thread if no job
+        """Remove those of `jobs` that are finished from the list of jobs. End the thread if no job
         is left.
 
-        Unfinished jobs occur because a signal may end the wait for a job early.
+        Unfinished jobs stay, because a signal may end the wait for them early.
         """
         with self._changing_jobs:
             self._jobs = [job for job in self._jobs if job not in jobs or not job.done()]
@@ -195,7 +192,7 @@ class VersionStore:
     def keep(self, live: Collection[int]) -> None:
         """Drop all versions that are not in `live`, except the newest.
 
-        The deltas before and after a dropped version are combined.
+        The deltas before and after a dropped version become one.
         """
         self.begin_keep(live)
         self.wait()
@@ -236,7 +233,7 @@ class VersionStore:
 
     @property
     def at(self) -> int:
-        """The version whose weights the full copy currently has, or -1 before the first."""
+        """The version whose weights the full copy has at present. -1 before the first."""
         self.wait()
         return self._at
 
@@ -270,9 +267,10 @@ class VersionStore:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the contents that `state` returned, from a checkpoint.
+        """Load the contents of a store from a checkpoint. `state` is a result of the method
+        `state`.
 
-        Raises ValueError if they are damaged, or do not fit the store's full copy.
+        Raises ValueError if the contents are damaged, or do not fit the full copy.
         """
         self.wait()
         if not self._movable:
@@ -325,9 +323,7 @@ class VersionStore:
         apply_all(self._deltas[version].tensors, targets)
 
     def _merge(self, before: int, links: list[int]) -> Delta:
-        """Combine the deltas to the successive versions `links` into one, from `before` to the last
-        of them.
-        """
+        """Combine the deltas to the successive versions `links`, from `before` to the last."""
         deltas = [self._deltas[version] for version in links]
         merged = in_threads(
             lambda name: merge([delta.tensors[name] for delta in deltas]),
@@ -353,12 +349,12 @@ class VersionStore:
         for delta in deltas.values():
             require_fit(delta, tensors)
 
-    def _check_copy(self, written: Checksum) -> None:
+    def _check_copy(self, written: str) -> None:
         """Raise ValueError unless the full copy has exactly the weights of its version.
 
-        Its checksum must be `written`, which was saved with it, and that in the delta to its
-        version. No delta leads to the first version: its weights are moved to the second version,
-        checked there, and moved back.
+        Its checksum must equal `written`, which was saved with the copy, and the checksum in the
+        delta to its version. No delta leads to the first version. A copy of the first version is
+        turned into the second one, checked, and turned back.
         """
         at = self._at
         with_delta = self._deltas
@@ -371,10 +367,7 @@ class VersionStore:
             raise ValueError(f"the state's copy is not version {at}: the checksum differs")
 
     def _adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these tensors as the store's full copy of the weights.
-
-        Tied tensors are stored once.
-        """
+        """Use these tensors as the full copy of the weights. Tied tensors are stored once."""
         first: dict[Any, str] = {}
         for name, tensor in tensors.items():
             memory = (
@@ -393,7 +386,8 @@ class VersionStore:
     def _misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Return the names of tensors that do not fit the store's weights.
 
-        These are missing or unknown, have another shape or dtype, or are tied only in the store.
+        Such tensors are missing or unknown, have another shape or dtype, or differ from each other
+        although their weights are tied in the store.
         """
         current = self._named()
         wrong = current.keys() ^ tensors.keys()
@@ -419,7 +413,7 @@ class VersionStore:
 
 
 def _after(before: "Future[None] | None", work: Callable[[], None]) -> None:
-    """Do `work`, unless the job `before` has failed: then raise its error."""
+    """Do `work`. If the job `before` has failed, raise its error instead."""
     if before is not None:
         before.result()
     work()

@@ -112,7 +112,7 @@ FIGURES = {
     "route_mb": ("MB", "memory of the route's weights and differences, at most"),
 }
 """Name of a figure -> its unit and meaning. Names `changed/ROUTE` are not listed: the share of
-tokens that the route ROUTE (a way to get `old_logp`) would stop or pass differently from exact
+tokens that thresholds stop only with the route ROUTE (a way to get `old_logp`), or only with exact
 values.
 """
 
@@ -135,7 +135,7 @@ standard errors are computed over blocks of successive tokens.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What the advice on a run is based on: its configuration, and its figures by name (see
+    """The facts about a run that the advice uses: its configuration, and its figures by name (see
     `FIGURES`).
     """
 
@@ -211,7 +211,7 @@ def gather_evidence(path: Path) -> Evidence:
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:
-    """The trained tokens that a run's journal sampled, with log D = old_logp - behavior_logp and
+    """A sample of a run's trained tokens from its journal: log D = old_logp - behavior_logp and
     log S = logp - old_logp of each.
     """
 
@@ -284,8 +284,8 @@ def _numbers(row: Mapping[str, Any], names: Sequence[str]) -> Row4 | None:
 def _truth(
     config: RunConfig, sample: TokenSample, replayed: Row
 ) -> tuple[Source, Factors, Factors | None]:
-    """Return the source of exact `old_logp`, tokens with exact D and S, and tokens with the run's
-    own.
+    """Return the source of exact `old_logp`, tokens with exact D and S, and tokens with the D and S
+    that the run used.
 
     The third is None if the D and S that the run used are not known.
     """
@@ -324,7 +324,8 @@ def of_sample(
 
     `true` has their exact log D = old_logp - behavior_logp and log S = logp - old_logp. `present`
     has those that the run used, or is None. With the source `lag 0`, `true` has only tokens without
-    staleness, and only log D of them; `present` has pi / mu of all tokens.
+    staleness, and only log D of them; `present` has pi / mu of all tokens. `lengths` are the mean
+    lengths of sequences and turns in tokens.
     """
     if not len(true):
         return {}

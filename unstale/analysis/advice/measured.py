@@ -116,8 +116,8 @@ def of_audit(rows: Sequence[Row], replayed: Row, old: OldLogpsConfig) -> dict[st
 def of_costs(
     config: RunConfig, rows: Sequence[Row], versions_per_episode: float | None
 ) -> dict[str, float]:
-    """Return the times of a step in seconds, as medians over steps, and the largest memory of the
-    route.
+    """Return the times of a step in seconds, as medians over steps, and the largest memory that
+    computing `old_logp` took, in MB.
 
     Also predict `scoring_s`, the time to compute exact `old_logp` of a batch. For an episode
     sampled by n versions, this is about (n + 1) / 2 forward passes. A forward pass is assumed to

@@ -24,8 +24,8 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
 
 SAME = 0.001
-"""Two routes (ways to get `old_logp`) count as equal if the thresholds stop or pass less than this
-share of tokens differently with them. A clip of PPO typically stops 1% to 5% of the tokens.
+"""Two routes (ways to get `old_logp`) count as equal if the thresholds on D and S stop less than
+this share of tokens with only one of them. A clip of PPO typically stops 1% to 5% of the tokens.
 """
 SAME_OF_STOPPED = 0.05
 """If thresholds stop a share s of the tokens, the limit `SAME` is raised to this multiple of s. A
@@ -222,8 +222,8 @@ def _removable_discrepancy(evidence: Evidence) -> Conclusion | None:
 
 
 def _confounds(evidence: Evidence) -> Conclusion | None:
-    """Report the share of tokens that the run's `old_logp` stops or passes differently from an
-    exact one.
+    """Report the share of tokens that thresholds stop only with the run's `old_logp`, or only with
+    the exact one.
     """
     low, share = evidence.get("changed_by_route_low"), evidence.get("changed_by_route")
     if low is None or share is None or low < _same(evidence) or evidence.route == "rollout":
@@ -243,8 +243,8 @@ def _confounds(evidence: Evidence) -> Conclusion | None:
 
 
 def _nearer_route(evidence: Evidence) -> Conclusion | None:
-    """Suggest a route without forward passes that stops nearly the tokens that an exact one
-    would.
+    """Suggest a way to get `old_logp` without forward passes, if thresholds stop nearly the same
+    tokens with it as with exact values.
     """
     low, share = evidence.get("changed_by_route_low"), evidence.get("changed_by_route")
     free = {
@@ -423,8 +423,8 @@ def _noise(evidence: Evidence) -> str:
 
 
 def _d_by_threshold(evidence: Evidence) -> float | None:
-    """Return a large value of |log D| divided by the nearest threshold. None if either is not
-    known.
+    """Return a large value of |log D| (its 99th percentile, or twice its standard deviation over
+    units of tokens) divided by the nearest threshold. None if either is not known.
     """
     near, of_unit = evidence.limits.nearest, evidence.get("log_d_unit_sd")
     size = evidence.get("log_d_abs_p99") if of_unit is None else 2 * of_unit

@@ -1,4 +1,5 @@
-"""Compute how D and S spread over a sample of trained tokens, and which tokens thresholds stop.
+"""Compute the spread of D and S over a sample of trained tokens, and the tokens that thresholds
+drop or clip.
 
     pi / mu  =  D * S,    log D = old_logp - behavior_logp,    log S = logp - old_logp
 
@@ -20,7 +21,7 @@ from unstale.observe.statistics import wilson
 
 Column = ndarray[Any, numpy.dtype[Any]]
 MAX_DRAWN = 400_000
-"""Approximate number of tokens that `draw_sequences` draws in all."""
+"""Approximate total number of tokens that `draw_sequences` draws."""
 BLOCKS = 20
 """Largest number of blocks of successive steps over which a standard error is computed."""
 
@@ -247,7 +248,7 @@ class Thresholds:
 
     @property
     def nearest(self) -> Limit | None:
-        """That one of `band` and `clip` whose end is nearest to 0 (a ratio of 1). None without
+        """Return the limit of `band` and `clip` that is nearest to 0 (a ratio of 1). None without
         either.
         """
         limits = (each for each in self.limits if each.narrowest > 0)
@@ -311,11 +312,12 @@ def _log(bound: float) -> float:
 
 
 def is_computable(config: RunConfig) -> bool:
-    """Return True if the log S that the run's route gives follows from only pi / mu and the lag.
+    """Return True if log S of a token follows from only its pi / mu and lag (staleness in
+    versions).
 
-    The lag is a token's staleness in versions. Log S follows from these for routes (ways to get
-    `old_logp`) that mix the policies pi and mu. With several minibatches, the pi in the journal is
-    that after some of the batch's updates. Then the route must mix that pi, or use only mu.
+    This is so if the run's route (way to get `old_logp`) mixes the policies pi and mu. With several
+    minibatches, the journal has the pi after some of the batch's optimizer steps. The route must
+    then mix this pi, or use only mu.
     """
     old = config.old_logps
     needs = old.needs
@@ -349,11 +351,13 @@ def factors_of_route(config: RunConfig, true: Factors) -> Factors:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The share of tokens that one of two values of `old_logp` stops, and the other passes."""
+    """The share of tokens that thresholds stop with only one of two values of `old_logp`."""
 
     share: float
     passed: float
-    """Share of tokens that are stopped with the reference, and pass with the other values."""
+    """Share of tokens that are stopped with the reference values of `old_logp`, and pass with the
+    other values.
+    """
     effective: int
     """Number of independent tokens or sequences, from which `interval` is computed."""
 
@@ -364,7 +368,7 @@ class Difference:
 
 
 def difference(reference: Column, other: Column, *, effective: int) -> Difference:
-    """Compare the tokens that are stopped in two cases.
+    """Return the share of tokens that are stopped with only one of two values of `old_logp`.
 
     `reference` and `other` are bool arrays of equal shape, True for a stopped token. `effective` is
     the number of tokens or sequences among them that are independent.

@@ -13,8 +13,8 @@ from unstale.lint.finding import Fix
 from unstale.observe.words import amount, percent
 
 RANDOM = 0.01
-"""If the correction's limits of D (pi_old / mu) drop at least this share of tokens, the advice says
-so.
+"""Smallest share of tokens dropped by the correction's limits of D (pi_old / mu) that the advice
+mentions.
 """
 MANY = 0.2
 """If at least this share of the tokens has S (pi / pi_old) outside the clip, the data is too

@@ -33,8 +33,8 @@ _WORKLOAD = {
     "--answer": ("tool_tokens", "150", "TOKENS", "tokens of the environment's answer to a reply"),
     "--tool-s": ("tool_s", "1~0.8<60", "SECONDS", "seconds of a tool call"),
 }
-"""Option of the command -> the field of `Workload` that it sets, its default, the placeholder and
-the text in the help.
+"""Options of the command. Each has the field of `Workload` that it sets, its default, the
+placeholder in the help, and the help's text.
 """
 
 

@@ -21,8 +21,8 @@ from unstale.observe.run_rows import by_lag, flatten
 from unstale.observe.words import amount, mapping, number, percent, records
 
 MAX_BYTES = 8 << 20
-"""Largest size in bytes of an `audit.json` that is read. Parsed, it takes several times as much
-memory.
+"""Largest size in bytes of an `audit.json` that is read. The parsed content takes several times
+this memory.
 """
 
 MAX_STEPS = 32
@@ -40,8 +40,8 @@ log D, or of log D as log S.
 """
 
 AGREEMENT = 0.95
-"""F1 below which the verdict on a route says that it drops or clips other tokens than the true
-`old_logp` would.
+"""F1 of the dropped or clipped tokens, compared with those of the true `old_logp`. If it is lower,
+the verdict on a route says that the route drops or clips other tokens.
 """
 
 

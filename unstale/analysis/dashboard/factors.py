@@ -49,8 +49,8 @@ MAX_LAG = 5
 """The largest lag (staleness) that is counted by itself. Larger lags count as this one."""
 
 OUTCOME_NAMES = (*OUTCOMES, KEPT, SKIPPED)
-"""What can happen to a trained token in the loss, for example `masked` or `kept`. Arrays of
-outcomes hold positions in this list.
+"""The outcomes of a trained token in the loss, for example `masked` or `kept`. Arrays of outcomes
+hold indices of this list.
 """
 
 EXACTNESS = ("all", "exact", "approximated")
@@ -178,7 +178,7 @@ class Brush:
 class TokenRow:
     """A row of the journal's table of trained tokens, without the tokens' values.
 
-    It is about one group in one step. `seal` is the checksum of the row.
+    Each row is about one group in one step. `seal` is the checksum of the row.
     """
 
     group: int
@@ -191,8 +191,8 @@ class TokenRow:
 class RowsToRead:
     """The journal's rows to read for an answer.
 
-    `num_tokens` is the number of tokens in these rows, `num_all` that in all rows of the chosen
-    steps.
+    `num_tokens` is the number of tokens in these rows. `num_all` is the number in all rows of the
+    chosen steps.
     """
 
     rows: Sequence[TokenRow]
@@ -372,7 +372,7 @@ class ChosenTokens:
     """The trained tokens of a run that a `TokenChoice` (a filter by step, lag and exactness)
     selects.
 
-    They are held in parts, one for each group in each step that trained on it.
+    The tokens are held in parts, one for each group in each step that trained on it.
     """
 
     def __init__(self, parts: Sequence[TokenColumns], read: RowsToRead) -> None:
@@ -431,9 +431,9 @@ def answer(tokens: ChosenTokens, brush: Brush, drawn: Row, max_points: int = 0) 
     """Return the answer for the plot of log D and log S: counts, points and marginals of `tokens`,
     and the episodes with tokens inside the `brush` (the rectangle that the user selected).
 
-    `drawn` is made part of the answer. Its `lines` are the run's limits on D and S, for which the
-    axes have space. At most `max_points` points are returned, or `MAX_POINTS` if `max_points` is 0
-    or larger.
+    The items of `drawn` become part of the answer. Its `lines` are the run's limits on D and S, for
+    which the axes have space. At most `max_points` points are returned, or `MAX_POINTS` if
+    `max_points` is 0 or larger.
     """
     lines = drawn["lines"]
     axes = {name: _extent(tokens, name, lines) for name in ("log_d", "log_s")}
@@ -472,8 +472,8 @@ def to_axis(values: Any) -> Any:
 
 
 def _extent(tokens: ChosenTokens, name: str, lines: Sequence[Row]) -> list[float]:
-    """Return the lower and the upper end of the axis `name` ("log_d" or "log_s"), as positions on
-    the axis (`to_axis`).
+    """Return both ends of the axis `name` ("log_d" or "log_s"), as positions on the axis
+    (`to_axis`).
     """
     values = [0.01, -0.01]
     for part in tokens.for_ratios(name[-1]):

@@ -187,7 +187,8 @@ class RunIndex:
     def want_words(self) -> None:
         """Request the full-text index of the conversations. `update_journal` then fills it.
 
-        It is filled only on request, because it takes a quarter of the time to copy an episode.
+        The full-text index is filled only on request, because this takes a quarter of the time to
+        copy an episode.
         """
         self._wants_words = True
 
@@ -394,8 +395,8 @@ class RunIndex:
     def _training(self, journal: JournalReader, end: Sequence[Any], oldest: int | None) -> Row:
         """Return the columns of the table of episodes that describe the training of one episode.
 
-        They are computed for its whole group and cached. `end` is a row of `_ends`. `oldest` is the
-        oldest version that sampled the episode, or None if no token was sampled.
+        The columns are computed for its whole group and cached. `end` is a row of `_ends`. `oldest`
+        is the oldest version that sampled the episode, or None if no token was sampled.
         """
         episode, step, group, version = end[0], *end[-3:]
         if self._siblings[0] != group:
@@ -554,7 +555,7 @@ def _add_training(
 
 
 def _state(folder: Path) -> tuple[int, ...]:
-    """Return numbers that change whenever the journal does: inode, size and time of its two
+    """Return numbers that change whenever the journal changes: inode, size and time of its two
     files.
     """
     state: list[int] = []

@@ -28,9 +28,9 @@ class Tail:
     def read(self) -> tuple[list[Row], bool]:
         """Return the next rows, and True if all earlier rows are obsolete.
 
-        They are if the file was replaced, shortened or removed. The result of the first call is
-        True, too. An incomplete last line is left for the next call. If the file cannot be opened,
-        `problem` has the reason.
+        Earlier rows are obsolete if the file was replaced, shortened or removed. The first call
+        returns True, too. An incomplete last line is left for the next call. If the file cannot be
+        opened, `problem` has the reason.
         """
         try:
             return self._read()

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 from unstale.analysis.dashboard import limits
@@ -14,7 +13,7 @@ from unstale.analysis.dashboard.training import cut, of_episode
 from unstale.durability.journal import JournalError, JournalReader
 from unstale.durability.journal.conversations import Decode, load_decoder
 from unstale.durability.run_folder import Row
-from unstale.records import Fork, Piece, Placed, Sampled, walk
+from unstale.records import Fork, Piece, Placed, Sampled, common_prefix, walk
 
 MAX_TOKENS = 8000
 """Largest number of tokens of an episode in one answer. Longer episodes are read in parts."""
@@ -163,16 +162,6 @@ def _window(recorded: "_Recorded", decode: Decode | None, around: int | None) ->
     start = max(MAX_SIBLING_TOKENS, min(around, recorded.num_tokens) - WINDOW_BEFORE)
     part = recorded.shown(decode, start=start, limit=WINDOW_TOKENS)
     return {name: part[name] for name in ("start", "end", "pieces")} if part["pieces"] else None
-
-
-def common_prefix(streams: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens at the beginning that all token sequences share.
-
-    >>> common_prefix([[1, 2, 3], [1, 2, 4], [1, 2]])
-    2
-    """
-    pairs = zip(*streams, strict=False)
-    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, pairs))
 
 
 def _decoder(index: RunIndex) -> Decode | None:

@@ -67,7 +67,7 @@ CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
 microbatch.
 """
 _SPLITS = 16
-"""The numbers of training devices that are tried differ by all devices divided by this number."""
+"""Numbers of training devices are tried in steps of (number of all devices) // this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class TrainingSetup:
         """The learning rate from which the size of deltas (differences between versions) is
         computed.
 
-        It is `lr`, or a larger rate with stochastic rounding, which changes more weights.
+        The rate is `lr`, or a larger one with stochastic rounding, which changes more weights.
         """
         return delta_sizes.delta_rate(self.lr, self.rounding)
 
@@ -392,8 +392,8 @@ class TrainingSetup:
     def least_context(self) -> float:
         """The number of context tokens that must fit into an engine's memory.
 
-        It is that of `MIN_EPISODES` episodes of mean length, or of the longest episode if that is
-        larger.
+        The number is that of `MIN_EPISODES` episodes of mean length, or of the longest episode if
+        that is larger.
         """
         return max(MIN_EPISODES * self.episodes.tokens, self.episodes.longest)
 
@@ -614,10 +614,10 @@ class AnalyticCosts:
         """Return the seconds that computing old log-probabilities adds to the trainer's step.
 
         The batch has `tokens` tokens, and `versions` versions sampled a sequence on average. The
-        result depends on the route, which is the way to get them. One with separate devices works
-        in parallel with training; it adds the transfer of the weights, and the seconds by which it
-        is slower than training. One that restores versions applies a delta for each version in the
-        batch, and at most all that it keeps. One that scores while the trainer waits adds the
+        result depends on the route, the way to get them. A route with separate devices works in
+        parallel with training; it adds the transfer of the weights, and the seconds by which it is
+        slower than training. A route that restores versions applies a delta for each version in the
+        batch, and at most all that it keeps. A route that scores while the trainer waits adds the
         seconds beyond `absorbed_s`.
         """
         if self.route.needs.idle:
@@ -628,8 +628,8 @@ class AnalyticCosts:
         """Return the seconds to score the tokens of each version before the next version replaces
         it.
 
-        They are those of forward passes with the trainer's current weights. No older version is
-        restored.
+        The seconds are those of forward passes with the trainer's current weights. No older version
+        is restored.
         """
         route = self.route
         prompt = self.setup.episodes.prompt_fraction
@@ -669,7 +669,8 @@ class AnalyticCosts:
     def publish_s(self) -> float:
         """Return the seconds in which the trainer prepares a new version.
 
-        It copies the version to main memory and encodes its deltas. `driver_s` is included.
+        The trainer copies the version to main memory and encodes its deltas. `driver_s` is
+        included.
         """
         setup = self.setup
         link = setup.device.host_link * setup.shares.link

@@ -39,8 +39,8 @@ SYNCHRONOUS_ROUTE = "current_recompute"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What a user asks of the planner. It chooses the best of several `lags`, `groups` or
-    `windows`.
+    """The request of a user to the planner. From several `lags`, `groups` or `windows`, it chooses
+    values with nearly the highest throughput.
     """
 
     setup: TrainingSetup
@@ -60,7 +60,7 @@ class PlanRequest:
     """
     rounds: int = 10
     """Number of rounds to simulate, of maximum staleness + 1 steps each. A further round before
-    them, in which the queue fills up, does not count.
+    them, in which the queue of finished groups fills up, does not count.
     """
     on_progress: Callable[[str], None] = lambda text: None
 
@@ -135,8 +135,8 @@ class Candidate:
     def max_running(self) -> int:
         """Largest number of replies that one engine samples at once.
 
-        It is limited by the engine's memory, by the episodes that the staleness bound allows, and
-        by `MAX_RUNNING`.
+        The number is limited by the engine's memory, by the episodes that the staleness bound
+        allows, and by `MAX_RUNNING`.
         """
         live = math.ceil(self._live_per_engine)
         in_memory = self.costs.context_tokens // self.episodes.tokens
@@ -428,8 +428,8 @@ def divisions(candidate: Candidate) -> list[Candidate]:
 def with_route(candidate: Candidate, name: str) -> Candidate | None:
     """Return `candidate` with the route `name`, which is the way to get old log-probabilities.
 
-    The division of the devices stays the same if the route fits there. Otherwise the best division
-    is chosen. None if the route does not fit at all.
+    The division of the devices stays the same if the route fits there. Otherwise it is that of the
+    fastest configuration. None if the route fits no division.
     """
     route = route_cost(name)
     placement = candidate.placement

@@ -125,7 +125,7 @@ class LinearCosts:
 class Pace:
     """Durations of one recorded step, each divided by the one that `Costs` predicts.
 
-    They are those of the engines' work, of training, and of computing `old_logp`.
+    The durations are those of the engines' work, of training, and of computing `old_logp`.
     """
 
     engine: float = 1.0
@@ -141,8 +141,8 @@ class Overheads(Section):
     """
 
     audit_s: NonNegative = 0.0
-    """Seconds in which the trainer's thread audits a batch: recomputes some of its `old_logp`
-    exactly.
+    """Seconds of the audit of a batch in the trainer's thread. The audit computes some of its
+    `old_logp` again, exactly.
     """
     batch_s: NonNegative = 0.0
     """Seconds in which the event loop builds and records a batch, while the trainer waits."""
@@ -159,8 +159,9 @@ class Overheads(Section):
     processes: PositiveInt = 1
     """Number of rollout processes, among which groups are divided."""
     paces: tuple[Pace, ...] = ()
-    """The paces of recorded steps, which simulated steps use in turn. Variation matters: a step
-    that is slow by chance delays the next one, and a fast one does not make up for it.
+    """Paces of recorded steps (measured durations divided by predicted ones), which simulated steps
+    use in turn. A step that is slow by chance delays the next one. A fast step does not make up for
+    it, so mean durations do not suffice.
     """
 
     def pace(self, step: int) -> Pace:

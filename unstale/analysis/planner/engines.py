@@ -468,7 +468,9 @@ class SimulatedEnginePool:
         request.
         """
         self.rejects = 0
-        """Number of times that the preferred engine for a request was full."""
+        """Number of times that the engine preferred for a request was full, so that another one
+        was tried.
+        """
         self._restart_s = fleet.restart_s
         self._paused = True
         self._unplaced: list[SimulatedReply] = []

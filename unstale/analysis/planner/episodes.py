@@ -138,7 +138,7 @@ _ONE_TOKEN = (0,)
 
 
 class SimulatedRollout:
-    """Simulates the episodes of each group, and returns records of them."""
+    """A simulation of the episodes of each group, which returns records of them."""
 
     def __init__(  # noqa: PLR0913 - all of them are parts of a simulation
         self,
@@ -150,7 +150,9 @@ class SimulatedRollout:
         seed: int,
         overheads: Overheads = NO_OVERHEADS,
     ) -> None:
-        """Of `overheads`, only `reply_s`, `turn_s`, `run_turn_s` and `processes` are used."""
+        """Create the simulation. It uses `reply_s`, `turn_s`, `run_turn_s` and `processes` of
+        `overheads`.
+        """
         self._overheads = overheads
         self._loops_free = [0.0] * (overheads.processes + 1)
         """Simulated time at which the event loop of each rollout process is next free. The last

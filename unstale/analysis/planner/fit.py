@@ -27,8 +27,8 @@ class Fit:
     seconds: Mapping[str, float]
     """Name of a term -> its coefficient, in seconds per unit of work, at least 0."""
     covariance: Values
-    """`[k, k]` covariance of the k coefficients, computed as if they could be negative. It is very
-    large where the steps do not determine a coefficient.
+    """`[k, k]` covariance of the k coefficients, by the formula for least squares that does not
+    force coefficients to be at least 0. Very large where the steps do not determine a coefficient.
     """
     freedom: int
     """Degrees of freedom: number of steps minus number of coefficients."""
@@ -88,4 +88,6 @@ def fit(seconds: Sequence[float], work: Sequence[Mapping[str, float]]) -> Fit:
 
 
 _UNKNOWN = 1e12
-"""Variance, in seconds squared, that stands for a coefficient that the steps do not determine."""
+"""Variance, in seconds squared, of a coefficient that the steps do not determine. It is so large
+that predictions get a wide interval.
+"""

@@ -63,7 +63,7 @@ class Device:
     bandwidth: float
     """Bandwidth of its memory, in bytes per second."""
     memory: float
-    """Size of its memory in bytes."""
+    """Size of the device's memory in bytes."""
     link: float
     """Bytes per second in one direction between this device and the others of its node."""
     host_link: float

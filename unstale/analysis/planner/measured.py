@@ -205,7 +205,7 @@ def scoring_work(step: RecordedStep) -> dict[str, float]:
 
 
 def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
-    """Return the costs that fit the recorded steps of all `runs` best.
+    """Return the costs that fit the recorded steps of all `runs`, by least squares.
 
     The engines' busy time is fitted to numbers of decoding steps, of replies in these steps and of
     computed context tokens. Training and scoring are fitted to the tokens of a batch.

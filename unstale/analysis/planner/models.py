@@ -74,8 +74,8 @@ class Model:
 
     @cached_property
     def matrices(self) -> Mapping[str, int]:
-        """Kind of matrix -> number of parameters. That of a head that shares the embedding's
-        weights is 0.
+        """Kind of matrix -> number of parameters. A head that shares the embedding's weights has
+        none.
         """
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
@@ -197,7 +197,7 @@ class Model:
     def parse(cls, text: str) -> "Model":
         """Return the model that `text`, the value of `--model` on the command line, names.
 
-        It is a preset, a model folder, a GGUF file, the hub name of a model in the local cache,
+        `text` is a preset, a model folder, a GGUF file, the hub name of a model in the local cache,
         sizes (`layers=36,hidden=2560,...`), or the name of a small model of this package, such as
         `base`. Raises `ConfigError` for anything else.
         """

@@ -2,8 +2,8 @@
 
 Simulations of other settings are refused if the simulation of the run's own settings deviates from
 the recorded run by more than `LIMIT`, gets a part of the step wrong, or names another bottleneck.
-They are also refused if the recorded steps leave the duration of a part of the step too uncertain
-(`OPEN`).
+Simulations are also refused if the recorded steps leave the duration of a part of the step too
+uncertain (`OPEN`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -365,7 +365,8 @@ def _shared_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[st
 
 
 def _trainer_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[str]) -> list[str]:
-    """Return the objection that another `max_staleness` changes the number of cores of the trainer.
+    """Return an objection if a change of `max_staleness` changes the number of cores of the
+    trainer.
 
     The list is empty if it does not.
     """

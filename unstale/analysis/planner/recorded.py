@@ -14,7 +14,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import stored_config
 from unstale.durability.journal import Journal, JournalError, JournalReader, trained_episodes
 from unstale.durability.run_folder import RunFolder
-from unstale.records import Sampled, Trajectory, is_reply
+from unstale.records import Sampled, Trajectory, common_prefix, is_reply
 
 MIN_STEPS = 4
 """Smallest number of steps to which durations are fitted."""
@@ -49,7 +49,7 @@ _RESTARTS = ("resumed", "trainer_died")
 """Kinds of events after which a run continues from a checkpoint in new processes."""
 Row = Mapping[str, Any]
 Spans = Mapping[tuple[str, int], Sequence[tuple[float, float]]]
-"""(lane, number) -> start and end times, in seconds, of a run's activities. The lane is a row of
+"""Start and end times, in seconds, of a run's activities, by (lane, number). The lane is a row of
 the timeline, such as `trainer`, and the number is the step or version in the activity's label.
 """
 
@@ -84,7 +84,9 @@ class RecordedStep:
     versions: float
     """Mean number of versions of the weights that sampled an episode of the batch."""
     evaluation: bool
-    """True if an evaluation delayed this step, or made the queue fuller than usual."""
+    """True if an evaluation delayed this step, or made the queue of finished groups fuller than
+    usual.
+    """
     metrics: Mapping[str, float]
 
     def __getitem__(self, name: str) -> float:
@@ -117,9 +119,10 @@ class RecordedRun:
 
     @property
     def steady(self) -> tuple[RecordedStep, ...]:
-        """The steps with a full queue, without those that an evaluation delayed.
+        """The steps after the first `max_staleness` + 1, without those that an evaluation delayed.
 
-        The queue is assumed to fill up again after a resume.
+        In the first steps the queue of finished groups fills up. It is assumed to fill up again
+        after a resume.
         """
         filling = self.resumed + self.config.schedule.max_staleness + 1
         return tuple(each for each in self.steps if each.step > filling and not each.evaluation)
@@ -307,7 +310,7 @@ def _between(spans: Spans, step: int, version: int) -> float | None:
 def delayed(steps: Sequence[RecordedStep], max_staleness: int) -> list[RecordedStep]:
     """Return the steps, with `evaluation` set also for those soon after an evaluation.
 
-    In these steps the queue is fuller than usual.
+    In these steps the queue of finished groups is fuller than usual.
     """
     marked = []
     last = -1
@@ -358,7 +361,7 @@ def episode_shapes(
     """
     names: dict[int, int] = {}
     """Hash of a prefix -> its name. Hashes are kept because they take less memory than tokens."""
-    common = _common_prefix([_prompt(each) for siblings in groups for each in siblings])
+    common = common_prefix([_prompt(each) for siblings in groups for each in siblings])
     found = []
     for siblings in groups:
         shapes = []
@@ -392,17 +395,6 @@ def _reply_starts(trajectory: Trajectory) -> Iterator[int]:
 def _prompt(trajectory: Trajectory) -> tuple[int, ...]:
     first = trajectory.pieces[0]
     return () if isinstance(first, Sampled) else tuple(first.tokens)
-
-
-def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Return the number of first tokens that all prompts have in common."""
-    low, high = min(prompts), max(prompts)
-    length = 0
-    for one, other in zip(low, high, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
 
 
 def episode_shape(trajectory: Trajectory) -> EpisodeShape:

@@ -10,8 +10,8 @@ from unstale.observe.words import Waiting
 
 @dataclass(frozen=True, slots=True)
 class EngineWork:
-    """The work of all engines together. Steps at the start, in which the queue fills up, do not
-    count.
+    """The work of all engines together. Steps at the start, in which the queue of finished groups
+    fills up, do not count.
     """
 
     steps: float
@@ -58,7 +58,9 @@ class SimulationResult:
     first_token_p99_s: float
     """The 99th percentile of the seconds from a request to the first token of its reply."""
     rejects: int
-    """Number of times that the preferred engine for a request was full."""
+    """Number of times that the engine preferred for a request was full, so that another one was
+    tried.
+    """
     longest_queue: int
     """Largest number of replies that waited on one engine while it sampled."""
     trainer_busy_share: float

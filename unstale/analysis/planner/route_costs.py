@@ -1,6 +1,6 @@
 """The work and memory of a route, a method to obtain old log-probabilities.
 
-They are computed from the needs that the route declares.
+Both are computed from the needs that the route declares.
 """
 
 from dataclasses import dataclass
@@ -53,9 +53,9 @@ class RouteCost:
         """Return the bytes of main memory, over all training ranks, that computing `old_logp`
         takes.
 
-        They hold the differences (deltas) from which `live` versions are restored. If past weights
-        are loaded into the trained model, they also hold the past version or the float32 averages,
-        and the trained float32 weights while these are replaced.
+        These bytes hold the differences (deltas) from which `live` versions are restored. If past
+        weights are loaded into the trained model, they also hold the past version or the float32
+        averages, and the trained float32 weights while these are replaced.
         """
         kept = self.delta_bytes(model, live=live, rate=rate)
         loaded = WORD * self.needs.snapshots + _FLOAT32 * self.needs.averages

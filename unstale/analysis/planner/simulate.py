@@ -7,6 +7,7 @@ coroutine and the journal of a real one, which are too slow for hundreds of thou
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 
@@ -51,6 +52,7 @@ from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import Progress
 from unstale.observe.words import waiting
 from unstale.rollout.failures import TooManyFailures
+from unstale.rollout.hooks import RunHooks
 from unstale.rollout.staleness_queue import PendingPieces
 from unstale.rollout.timeouts import first_error
 
@@ -114,7 +116,7 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
         evaluation=None,
         queue=SimulatedQueue(schedule, fleet.steps_per_version),
         pending=pending,
-        techniques=techniques,
+        techniques=cast(RunHooks, techniques),
         old_logps=SimulatedRoute(Needs(closing=needs.closing, snapshots=snapshots), trainer),
         auditor=NullAudit(),
         trainer=trainer,

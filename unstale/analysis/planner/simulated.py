@@ -369,7 +369,7 @@ class NullJournal:
 
 
 class NullTechniques:
-    """The methods of `unstale.loop.TechniqueHooks`, which change nothing here. All advantages are
+    """The methods of `unstale.rollout.hooks.RunHooks`, which change nothing here. Advantages are
     0.
     """
 

@@ -1,7 +1,7 @@
 """Suggest a configuration for a number of devices.
 
-Many configurations, called candidates, are estimated by formula. The best of them are simulated,
-and one is chosen.
+The throughput of many configurations, called candidates, is estimated by a formula. Those with the
+highest estimates are simulated, and one of these is chosen.
 """
 
 import math
@@ -26,7 +26,7 @@ from unstale.config.routes import routes
 from unstale.observe.words import KEEPS_PACE
 
 NEAR = 0.95
-"""Configurations with at least this share of the best throughput count as equally fast. Among them
+"""Configurations with at least this share of the highest throughput count as equally fast. Of them
 the lowest staleness is chosen, then the smallest batch, then the smallest window. The standard
 error of a simulated throughput is about as large as the difference (docs/planning.md has examples).
 """
@@ -55,8 +55,8 @@ class SimulatedCandidate:
     def rate(self) -> float:
         """Throughput in trained tokens per second.
 
-        It is groups per second times the mean tokens of a group in the whole workload, because the
-        groups of a few simulated steps may be unusually long or short.
+        The throughput is groups per second times the mean tokens of a group in the whole workload,
+        because the groups of a few simulated steps may be unusually long or short.
         """
         episodes_per_s = self.result.groups_per_s * self.candidate.schedule.group_size
         return episodes_per_s * self.candidate.episodes.tokens
@@ -65,8 +65,8 @@ class SimulatedCandidate:
     def spread(self) -> float:
         """Standard error of `rate`, as a share of it.
 
-        It is computed from the durations of rounds of `max_staleness` + 1 steps, because steps that
-        share running episodes are not independent.
+        The error is computed from the durations of rounds of `max_staleness` + 1 steps, because
+        steps that share running episodes are not independent.
         """
         steps = self.result.steady_s
         size = self.candidate.schedule.max_staleness + 1
@@ -82,12 +82,12 @@ class Suggestion:
 
     best: SimulatedCandidate
     synchronous: SimulatedCandidate | None
-    """The best configuration for synchronous training, in which all devices sample and train in
+    """The fastest configuration for synchronous training, in which all devices sample and train in
     turn. None if none fits the devices.
     """
     choices: tuple[SimulatedCandidate, ...]
-    """The simulated configurations that compare schedules: each is the best one for its
-    schedule.
+    """The simulated configurations that compare schedules. Each is the one with the highest
+    estimated throughput for its schedule.
     """
     splits: tuple[SimulatedCandidate, ...]
     """The simulated configurations that compare divisions of the devices among trainer and
@@ -98,8 +98,8 @@ class Suggestion:
     possible, the suggested division of the devices. It need not be simulated.
     """
     simulated: Mapping[str, SimulatedCandidate]
-    """Way to get `old_logp` -> its simulated configuration, for exact ways near the best throughput
-    and for `AVERAGE`.
+    """Way to get `old_logp` -> its simulated configuration, for exact ways with nearly the highest
+    throughput and for `AVERAGE`.
     """
 
     def rate(self, candidate: Candidate) -> float:
@@ -114,8 +114,10 @@ class Suggestion:
 
 
 def suggest(request: PlanRequest) -> Suggestion:
-    """Return the best configuration for `request`. Raises `ConfigError` if there are too few
-    devices.
+    """Return a configuration for `request`, and those with which it was compared.
+
+    The configuration has nearly the highest simulated throughput (`NEAR`), with low staleness.
+    Raises `ConfigError` if there are too few devices.
     """
     simulated = _Simulations()
     name: str = request.route or "snapshot_old"
@@ -151,7 +153,7 @@ def suggest(request: PlanRequest) -> Suggestion:
 def _best_schedule(
     request: PlanRequest, name: str, simulated: "_Simulations"
 ) -> tuple[tuple[SimulatedCandidate, ...], SimulatedCandidate]:
-    """Return the simulated configurations, each the best one for its schedule, and the one to use.
+    """Return the simulated configurations, each the fastest of its schedule, and the one to use.
 
     Only the schedules with the highest estimates are simulated. `_smallest` chooses among them.
     `name` is the way to get `old_logp`.
@@ -222,9 +224,10 @@ def _simulate_best(
 
 
 def _smallest(rated: Sequence[SimulatedCandidate]) -> SimulatedCandidate:
-    """Return the configuration to prefer among those with nearly the best throughput (`NEAR`).
+    """Return the configuration to prefer among those with nearly the highest throughput (`NEAR`).
 
-    It has the lowest staleness, then the smallest batch, then the smallest look-ahead window.
+    It is the one with the lowest staleness, then the smallest batch, then the smallest look-ahead
+    window.
     """
     best = max(each.rate for each in rated)
     near = [each for each in rated if each.rate >= NEAR * best]

@@ -1,4 +1,4 @@
-"""The simulated workload, which is turns, tokens and tool times of episodes, and its engines."""
+"""The simulated workload (turns, tokens and tool times of episodes) and the simulated engines."""
 
 import math
 from collections import Counter
@@ -168,7 +168,7 @@ class EpisodeShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload(Section):
-    """How long simulated episodes are: distributions, or recorded groups from which to draw."""
+    """The lengths of simulated episodes: distributions, or recorded groups from which to draw."""
 
     prompt_tokens: AtLeastOne = Constant(512)
     """Number of tokens in the prompt, which the episodes of a group share."""
@@ -311,8 +311,9 @@ def _siblings(
 
 
 _MAX_PREFIXES = 1 << 40
-"""The names of a recorded run's prefixes are numbers below this. When a group is used again, a
-multiple of it is added to them, so that these prefixes are new ones.
+"""The names of a recorded run's prefixes are numbers below this bound. When a recorded group is
+simulated again, a multiple of the bound is added to its names, so that its prefixes are not in the
+simulated cache.
 """
 
 
@@ -336,8 +337,8 @@ class Fleet(Section):
     `engine.load_tokens`.
     """
     prefill_engines: Count = 0
-    """Number of engines in the prefill group, which are the first ones:
-    `engine.prefill_engines`.
+    """Number of engines in the prefill group (`engine.prefill_engines`). These are the first
+    engines of the pool.
     """
     prefill_ratio: Positive = 8.0
     """A request goes to the prefill group if it has more new context tokens than this multiple of
@@ -369,13 +370,13 @@ class Fleet(Section):
                 f"one must decode; got {self.prefill_engines}"
             )
         if self.prefill_ratio != 8.0 and not self.prefill_engines:
-            raise ConfigError("fleet.prefill_ratio is read only with fleet.prefill_engines > 0")
+            raise ConfigError("fleet.prefill_ratio is used only with fleet.prefill_engines > 0")
 
 
 def mean_attended(lengths: Collection[float]) -> float:
     """Return the mean number of tokens that a token attends to, for episodes of these lengths.
 
-    It is E[L^2] / (2 E[L]), where L is the length of an episode.
+    The result is E[L^2] / (2 E[L]), where L is the length of an episode.
 
     >>> mean_attended([10, 10]), mean_attended([1, 19])
     (5.0, 9.05)

@@ -37,7 +37,7 @@ def read_static(name: str) -> str:
 
 @cache
 def styles() -> Code:
-    """Return the styles of all pages."""
+    """Return the CSS that all pages share, joined to one text."""
     return _with_digest("".join(map(read_static, STYLES)))
 
 

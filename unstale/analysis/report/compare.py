@@ -153,7 +153,7 @@ class Trial:
 
     @property
     def collapsed(self) -> bool:
-        """True if the held-out success at the end is less than half of the best."""
+        """True if the held-out success at the end is less than half of the run's highest."""
         return self.final is not None and self.best is not None and self.final < self.best / 2
 
     @property
@@ -176,8 +176,8 @@ class Trial:
     def after(self, budget: TrainingBudget) -> float | None:
         """Return the held-out success after the amount of training `budget`.
 
-        It is interpolated linearly between evaluations. None before the first and after the last
-        one.
+        Success is interpolated linearly between evaluations. None before the first and after the
+        last one.
         """
         return between(
             [
@@ -387,8 +387,8 @@ class Comparison:
         return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
 
     def pairs(self, arm: ArmResult, budget: TrainingBudget | None = None) -> list[float]:
-        """Return the held-out success of each run of `arm` minus that of the reference with the
-        same seed.
+        """Return the held-out success of each run of `arm` minus that of the reference's run with
+        the same seed.
 
         An arm is a configuration. Success is that at the end of training, or after the amount
         `budget`. Runs without a partner are left out.
@@ -405,8 +405,8 @@ class Comparison:
         value: Callable[[Trial], float | None],
         reference_value: Callable[[Trial], float | None],
     ) -> list[float]:
-        """Return `value` of each run of `arm` minus `reference_value` of the reference with the
-        same seed.
+        """Return `value` of each run of `arm` minus `reference_value` of the reference's run with
+        the same seed.
 
         An arm is a configuration. A seed is left out if either run has not finished or has no
         value.
@@ -429,7 +429,8 @@ class Comparison:
     def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
         """Return the mean held-out success of the configuration `arm` over its seeds.
 
-        It is that at the end of training, or after the amount `budget`. None if no run has a value.
+        Success is that at the end of training, or after the amount `budget`. None if no run has a
+        value.
         """
         return mean_over_seeds(_success(trial, budget) for trial in arm.finished)
 
@@ -439,7 +440,9 @@ class Comparison:
         return list(dict.fromkeys(values))
 
     def differences(self, arm: ArmResult) -> dict[str, Any]:
-        """Return name -> value in `arm`, of the options that differ between the compared runs."""
+        """Return the options that differ between the compared runs, by name, with their values in
+        `arm`.
+        """
         configs = [flatten(trial.config) for trial in self.trials if trial.config]
         options = next((flatten(trial.config) for trial in arm.trials if trial.config), {})
         return {

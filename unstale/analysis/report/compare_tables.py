@@ -41,7 +41,7 @@ HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of texts: the names of its columns, and rows of as many texts."""
+    """A table of texts: the names of its columns, and rows with one text for each column."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]

@@ -46,14 +46,16 @@ _WORK = {
 """Name of an activity on the page -> its name as a bottleneck, a key of `words.BOTTLENECKS`."""
 
 MAX_SHARED = 4000
-"""Largest number of activities, the newest ones, from which shares of time are computed."""
+"""Largest number of activities from which shares of time are computed. If there are more, only the
+newest are used.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """The shares of time in which trainer and engine worked and waited.
 
-    They are of the time from `begin` to `end`, in seconds since the start of the run.
+    The shares are of the time from `begin` to `end`, in seconds since the start of the run.
     """
 
     wait: Waiting

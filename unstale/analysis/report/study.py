@@ -70,7 +70,8 @@ class Difference:
 
     @property
     def detectable(self) -> float | None:
-        """The smallest true difference that as many pairs would detect with a probability of 80%.
+        """The smallest true difference that as many pairs of runs as in `pairs` would detect with a
+        probability of 80%.
 
         None unless `interval` contains 0.
         """
@@ -78,8 +79,8 @@ class Difference:
 
     @property
     def seeds_needed(self) -> int | None:
-        """The number of pairs that would detect a true difference of `SOUGHT` with a probability of
-        80%.
+        """The number of pairs of runs that would detect a true difference of `SOUGHT` with a
+        probability of 80%.
 
         None unless `interval` contains 0.
         """

@@ -125,7 +125,7 @@ def differences(study: StudyResults, measure: Measure) -> Table:
     """Return a table with a row for each setting and arm: its success and difference from the
     reference.
 
-    An arm is a configuration. They are compared after equal amounts of `measure`, such as tokens.
+    An arm is a configuration. Arms are compared after equal amounts of `measure`, such as tokens.
     """
     head = ["setting", "arm", "runs", "held-out success", f"less {study.reference}, points"]
     head += ["p", "power"]

@@ -46,7 +46,9 @@ MEANS = {
     "log_d": "correction/log_d_abs_mean",
     "log_s": "objective/log_s_abs_mean",
 }
-"""Name of a key figure -> the metric of which it is the mean over the steps."""
+"""The metric of each key figure, by the figure's name. A figure is the mean of its metric over the
+steps.
+"""
 
 
 def is_exact(setting: Any) -> bool:

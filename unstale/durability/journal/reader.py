@@ -38,6 +38,7 @@ from unstale.durability.run_folder import METRICS, BrokenFile, read_jsonl
 from unstale.kept_sets import KeptSets
 from unstale.records import (
     NO_BUDGET,
+    UNREPEATED_TEXT,
     ContextPiece,
     EpisodeBudget,
     EpisodeRecord,
@@ -60,6 +61,9 @@ from unstale.signals import Signals
 from unstale.token_values import TokenValues
 
 _Read = TypeVar("_Read")
+
+_OF_TEXT = f"coalesce(error GLOB '{UNREPEATED_TEXT}*', 0)"
+"""SQL condition: an attempt failed by the text of its fork (`UNREPEATED_TEXT`)."""
 
 GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
@@ -286,12 +290,13 @@ class JournalReader:
         """Return the share of failed episodes in each of the last `number` finished groups.
 
         The shares are in the order in which the groups were started. An episode failed if its last
-        attempt failed.
+        attempt failed. Episodes that failed by the text of their fork are left out.
         """
         rows = self.rows(
             f"""SELECT avg(trajectories.episode IS NULL)
             FROM (SELECT number, max(episode) AS episode FROM {ATTEMPTS} GROUP BY number, sibling)
             JOIN finished USING (number) LEFT JOIN trajectories USING (episode)
+            LEFT JOIN failures USING (episode) WHERE NOT {_OF_TEXT}
             GROUP BY number ORDER BY number DESC LIMIT ?""",
             number,
         )
@@ -328,10 +333,14 @@ class JournalReader:
         return groups, place, episodes
 
     def given_up(self, retries: int) -> frozenset[Task]:
-        """Return the tasks for which an episode failed more than `retries` times."""
+        """Return the tasks for which an episode failed more than `retries` times.
+
+        Failures by the text of a fork are left out.
+        """
         rows = self.rows(
-            """SELECT env, split, task FROM groups WHERE number IN (
+            f"""SELECT env, split, task FROM groups WHERE number IN (
                 SELECT number FROM episodes JOIN failures USING (episode)
+                WHERE NOT {_OF_TEXT}
                 GROUP BY number, sibling HAVING count(*) > ?)""",
             retries,
         )
@@ -372,8 +381,8 @@ class JournalReader:
         return requests
 
     def _sizes(self) -> dict[int, tuple[int, ...]]:
-        """Return the sizes of groups that were not started with `schedule.group_size` episodes or
-        enlarged.
+        """Return the sizes of groups that were enlarged, or started with another number of episodes
+        than `schedule.group_size`.
 
         By group: the number of episodes at its start, then after each enlargement.
         """
@@ -393,9 +402,11 @@ class JournalReader:
         return self._of_groups(TURN_LIMIT, TurnLimit)
 
     def _of_groups(self, kind: str, read: Callable[..., _Read]) -> dict[int, _Read]:
-        """Return, by the number of the group, what `read` makes of the group's event of a kind.
+        """Return what `read` returns for the event of this `kind` of each group, by the group's
+        number.
 
-        `read` gets the event's other fields. Groups without such an event are left out.
+        `read` gets the event's fields other than the group. Groups without such an event are left
+        out.
         """
         found = {}
         for (fields,) in self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", kind):
@@ -532,8 +543,9 @@ class JournalReader:
         """Return the values of a group's trained tokens in one step, one element for each episode.
 
         The elements have no `logp`, `old_logp` and `behavior_logp`, because these need the
-        episodes' tokens. So this takes a third of the time of `trained_tokens`. Whether the
-        episodes have as many tokens is not checked. Raises `JournalError` if the row is damaged.
+        episodes' tokens. So this takes a third of the time of `trained_tokens`. It does not check
+        that the episodes have as many tokens as there are values. Raises `JournalError` if the row
+        is damaged.
         """
         found: list[TokenValues] = []
         for row in self._token_rows(group, step):
@@ -659,7 +671,7 @@ class JournalReader:
         return self._with_experts(episode, pieces) if self._routed_experts else pieces
 
     def _with_annexes(self, episode: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        """Return pieces with what other tables have of them, such as kept sets and pictures
+        """Return pieces with their further data from other tables, such as kept sets and pictures
         (`_ANNEXES`).
         """
         found = list(pieces)
@@ -705,8 +717,8 @@ class JournalReader:
         for reason in self.rows(
             "SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode
         ):
-            ended = Failure(task, "replay", *reason)
             fork = self.fork(episode, self.pieces(episode))
+            ended = replace(Failure(task, "replay", *reason), fork=fork)
             return EpisodeRecord(episode, (), ended, failures, fork=fork)
         snapshots = self.rows(
             "SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode
@@ -749,7 +761,8 @@ class JournalReader:
         for row in self.rows(
             "SELECT stage, error, turns, sampled_tokens FROM failures WHERE episode = ?", episode
         ):
-            return Failure(task, *row)
+            fork = self.fork(episode, self.pieces(episode))
+            return replace(Failure(task, *row), fork=fork)
         if not self.rows("SELECT 1 FROM trajectories WHERE episode = ?", episode):
             return None
         branches = self._branches(episode)
@@ -805,9 +818,7 @@ _ANNEXES: Mapping[str, Callable[..., Piece]] = {
     "placed": to_placed,
     "signals": _with_signals,
 }
-"""Tables that some pieces have a further row in, and the function that adds such a row to a
-piece.
-"""
+"""Table with further data of some pieces -> function that adds the data of its row to a piece."""
 
 
 def _row_of_tokens(row: Sequence[Any]) -> str:
@@ -836,7 +847,7 @@ def require_tables(path: Path, connection: sqlite3.Connection) -> None:
         fresh.executescript(SCHEMA)
         expected = fresh.execute(question).fetchall()
     if connection.execute(question).fetchall() != expected:
-        raise journal_error(path, "its tables are not those of a journal")
+        raise journal_error(path, "the database's tables are not those of a journal")
 
 
 def require_sound_wal(path: Path) -> None:

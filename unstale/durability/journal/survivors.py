@@ -20,9 +20,9 @@ from unstale.records import HAS_BEHAVIOR, nearest_rank
 KEPT = ("trained", "waiting")
 LOST = ("failed", "given_up", "restarted")
 FATES = (*KEPT, *LOST, "open")
-"""Ends of an attempt at an episode. "trained": finished and trained on. "waiting": finished and not
-trained on. "failed": failed and repeated. "given_up": failed and not repeated. "restarted": could
-not be replayed after a resume. "open": has not ended, so it is neither kept nor lost.
+"""The possible fates of an attempt at an episode. "trained": finished and trained on. "waiting":
+finished and not trained on. "failed": failed and repeated. "given_up": failed and not repeated.
+"restarted": could not be replayed after a resume. "open": has not ended, so neither kept nor lost.
 """
 
 CURVE_POINTS = 40
@@ -56,9 +56,9 @@ LEFT JOIN consumed USING (number) LEFT JOIN trajectories USING (episode)
 LEFT JOIN failures USING (episode) LEFT JOIN restarts USING (episode)
 LEFT JOIN notes USING (episode)
 WHERE coalesce(notes.writes, 0) = 0 AND stop IS NOT 'pruned'"""
-"""SQL query with one row for each attempt at an episode that has tokens. Pruned attempts and texts
-about other episodes are left out. In a row of `pieces`, `provenance` is stored before the tokens,
-so SQLite does not read these.
+"""SQL query with one row for each attempt at an episode that has tokens. Pruned attempts are left
+out, and episodes in which the policy wrote a text about other episodes. SQLite reads no tokens for
+it, because a row of `pieces` has `provenance` before the tokens.
 """
 
 

@@ -262,15 +262,17 @@ def to_pictures(packed: bytes) -> tuple[Picture, ...]:
 
 
 def _source(piece: Placed) -> tuple[Any, ...]:
-    """Return the columns of the table `placed` for text that was sampled in another context.
+    """Return the columns of the table `placed` for text with a known source.
 
-    They are the version that sampled it, its log-probabilities there and the edit of the context.
-    All are None for other placed text.
+    They are the version that wrote the text, its log-probabilities under this version, and the edit
+    of its context, which is None for FOREIGN text. All are None for text without a known source.
     """
-    if piece.source_logp is None or piece.edit is None:
+    if piece.source_logp is None:
         return (None,) * 5
     logps = struct.pack(f"<{len(piece.tokens)}f", *piece.source_logp)
     edit = piece.edit
+    if edit is None:
+        return (piece.version, logps, None, None, None)
     return (piece.version, logps, edit.start, edit.stop, _pack(edit.tokens, wide=True))
 
 
@@ -283,7 +285,9 @@ def to_placed(piece: Piece, *source: Any) -> Placed:
     if version is None:
         return Placed(piece.tokens, piece.provenance)
     source_logp = struct.unpack(f"<{len(piece.tokens)}f", logps)
-    edit = Edit(start, stop, struct.unpack(f"<{len(removed) // 4}I", removed))
+    edit = None
+    if removed is not None:
+        edit = Edit(start, stop, struct.unpack(f"<{len(removed) // 4}I", removed))
     return Placed(piece.tokens, piece.provenance, version, source_logp, edit)
 
 

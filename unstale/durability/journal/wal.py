@@ -56,9 +56,9 @@ class WalDamage:
 def find_damage(journal: Path) -> WalDamage | None:
     """Return the damage of the `-wal` file of `journal`. None if it is undamaged or does not exist.
 
-    The last transaction may be incomplete after a kill or a power cut, which is not damage. A
-    changed bit in it is. Raises `OSError` if this file or another file of the journal is not a
-    regular file, or cannot be read.
+    After a kill or a power cut the last transaction may be incomplete, which is not damage. But a
+    changed bit in it is damage. Raises `OSError` if this file or another file of the journal is not
+    a regular file, or cannot be read.
     """
     for ending in ("-shm", "-journal"):  # SQLite would wait for ever to open a pipe
         beside = journal.with_name(f"{journal.name}{ending}")
@@ -111,7 +111,9 @@ def _scan(path: Path, page_bytes: int) -> WalDamage | None:
 
 
 class _Frames:
-    """What is read of all frames of a `-wal` file: commits, salts and differences of checksums."""
+    """The contents of all frames of a `-wal` file that the search for damage needs: commits, salts
+    and differences of checksums.
+    """
 
     def __init__(self, sums: _Words, order: str) -> None:
         self.commits: _Words = np.empty(0, np.uint32)
@@ -189,10 +191,11 @@ def _sums(words: _Words, before: _Words) -> _Words:
 
 @cache
 def _weights(num_words: int) -> tuple[_Words, _Words]:
-    """Return the weights `[num_words, 2]` by which a checksum's two sums depend on each word.
+    """Return the factors `[num_words, 2]` with which each word enters the two sums of a checksum.
 
-    Also return the weights `[2, 2]` of the two sums before these words. For each pair of words (x,
-    y), the checksum does s += x + t and t += y + s.
+    Also return the factors `[2, 2]` of the values that the sums have before these words. For each
+    pair of words (x, y), the checksum of sums (s, t) does s += x + t and t += y + s. So it is
+    linear in words and earlier sums, modulo 2^32.
     """
     weights, one, two = [], (1, 1), (0, 1)
     for _ in range(num_words // 2):
@@ -203,10 +206,10 @@ def _weights(num_words: int) -> tuple[_Words, _Words]:
 
 
 def _changed_bit(difference: _Words, page_bytes: int) -> tuple[int, int] | None:
-    """Return the word and the bit whose change explains a difference of a frame's checksums, or
-    None.
+    """Return (word, bit): the one bit whose change explains the difference of a frame's checksums.
 
-    Words are counted over those that the checksum covers, then the two of the checksum itself.
+    None if no single bit does. First come the words that the checksum covers, then the two of the
+    checksum itself.
     """
     weights, _ = _weights(page_bytes // 4 + 2)
     weights = np.vstack([weights, np.eye(2, dtype=np.uint32)])

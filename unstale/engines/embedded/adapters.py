@@ -1,10 +1,9 @@
-"""LoRA adapters of several versions on one base model, for the forward passes of the embedded
-engine.
+"""LoRA adapters of several versions on one base model, for forward passes of the embedded engine.
 
 The output of a layer is `W0 x + s B (A x)`, computed as PEFT computes it in the trainer: each of
-the two products and their sum is rounded. The adapters of all versions in a pass are multiplied at
-once, as matrices that are as wide as all their ranks together. Between the two products, numbers
-that belong to other versions than the token's are set to 0.
+the two products and their sum is rounded. The adapters of all versions are stacked, so that each
+product is one matrix product. After the first product, a token's numbers for all versions but its
+own are set to 0.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,13 +18,11 @@ from unstale.model.lora import pairs_of, require_fit
 
 @dataclass(frozen=True, slots=True)
 class _Stacked:
-    """The adapters A and B of one layer, stacked for V versions of rank r: `[V * r, width]`
-    each.
-    """
+    """The adapters A and B of a layer, stacked for V versions of rank r: each `[V * r, width]`."""
 
     a: Tensor
     b: Tensor
-    """The transposed matrices B, so that the rows of one version are contiguous."""
+    """The transposed matrices B. Transposed, the rows of one version are adjacent."""
 
 
 class VersionedAdapters:
@@ -35,7 +32,7 @@ class VersionedAdapters:
     """
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype, scale: float) -> None:
-        """Hook the linear layers of `model`.
+        """Add hooks to the linear layers of `model`.
 
         `scale` is alpha / rank. Adapters are rounded to `dtype`.
         """
@@ -45,28 +42,30 @@ class VersionedAdapters:
         self._dtype = dtype
         self._scale = scale
         self._held: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
-        """For each version and layer name: the matrix A `[r, in]` and the transposed matrix B `[r,
-        out]`.
+        """The adapters of each version, by layer name: the matrix A `[r, in]` and the transposed
+        matrix B `[r, out]`.
         """
         self._hooked: set[str] = set()
         self._stacked: tuple[int, ...] = ()
-        """The versions whose matrices are in `_layers`. Only `keep` removes one, because any later
-        pass may have tokens of it.
+        """The versions whose matrices are stacked in `_layers`. Only `keep` removes one, because
+        any later pass may have tokens of it.
         """
         self._layers: dict[str, _Stacked] = {}
         self._rows = slice(0)
-        """The rows of the matrices in `_layers` that the current pass multiplies."""
+        """The slice of the rows of the stacked matrices in `_layers` that the current forward pass
+        uses: the rows of one version, or all if the pass has tokens of several versions.
+        """
         self._foreign: Tensor | None = None
         """`[T, V * r]` for T tokens and V versions of rank r: True where a row of the stacked
-        matrices belongs to another version than the token. None if all tokens of the pass have one
-        version.
+        matrices belongs to another version than the token. None if all tokens of the pass have the
+        same version.
         """
 
     def add(self, version: int, adapters: Mapping[str, Tensor]) -> None:
         """Add a copy of the adapters of `version`.
 
-        Raises ValueError, and changes nothing, if names or shapes of the adapters do not fit the
-        model, or if adapters of earlier versions belong to other layers.
+        Raises ValueError, and changes nothing, if names or shapes do not fit the model, or if the
+        adapters belong to other layers than those of earlier versions.
         """
         pairs = pairs_of(adapters)
         for name, pair in pairs.items():
@@ -95,7 +94,7 @@ class VersionedAdapters:
         return frozenset(self._held)
 
     def begin(self, versions: Tensor) -> None:
-        """Set the versions of the tokens of the next forward pass, `[T]`.
+        """Set the version of each token of the next forward pass, `[T]`.
 
         Raises LookupError for a version that was never added, or was dropped.
         """

@@ -1,17 +1,18 @@
 """Continuous batching: each step is one forward pass, and requests enter or leave between steps.
 
 A slot is the part of the KV cache that holds one sequence. After a reply, its slot keeps the
-sequence, so that the next turn of the episode computes only new tokens. A new sequence copies the
-longest prefix that another slot has cached. Empty and long unused slots are reused first. If the
-runner adds LoRA adapters to layers' outputs, requests of several versions are sampled at once. A
-cached prefix is then used only by requests of the version that computed it.
+sequence, so that only new tokens are computed in the next turn of the episode. A new sequence
+copies the longest prefix that another slot has cached. Slots that are empty or were unused for long
+are overwritten first. If the runner adds LoRA adapters to layers' outputs, requests of several
+versions are sampled at once. A cached prefix is then used only by requests of the version that
+computed it.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,14 +39,16 @@ MIN_COPY = 8
 is as fast as copying them.
 """
 IDLE_STEPS = 512
-"""A slot of the KV cache that no request used for this many forward passes probably belongs to an
-ended episode.
+"""Number of forward passes after which an unused slot of the KV cache probably belongs to an ended
+episode.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """The arguments of one call of `Engine.sample`. `id` identifies the reply."""
+    """The arguments of one call of `Engine.sample`, and a number `id` by which to find the
+    reply.
+    """
 
     id: int
     tokens: Sequence[int]
@@ -55,44 +58,50 @@ class SampleRequest:
     seed: int
     truncation: Truncation = WHOLE
     version: int = -1
-    """The version of the LoRA adapters that must sample the reply. -1: the version that was loaded
-    last.
+    """The version of the LoRA adapters that must sample the reply. -1 means the version that was
+    loaded last.
     """
     signals: bool = False
+    return_sets: bool = True
+    """True to return the kept sets of a reply that `truncation` cuts off."""
+
+    @property
+    def returns_sets(self) -> bool:
+        return self.return_sets and bool(self.truncation)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedReply:
-    """A reply that has ended: the `id` of its request, the sampled tokens, and the reason for the
-    end.
-    """
+    """A reply that has ended: the `id` of its request, the sampled tokens, and the reason why."""
 
     id: int
     tokens: list[int]
     behavior_logp: list[float]
     stop: ReplyStop
     clean: bool = True
-    """False if keys and values of any context token were computed with older weights."""
+    """False if the cached keys and values of a context token were computed with older weights."""
     experts: "Experts | None" = None
-    """`[rows, layers, k]`: the k experts that the router chose in each layer, for the first `rows`
-    tokens of the sequence. None if experts are not recorded.
+    """`[rows, layers, k]`: the k experts that the router chose in each layer, for each of the first
+    `rows` tokens of the sequence. None if experts are not recorded.
     """
     kept_sets: KeptSets | None = None
-    """For each token, the set of tokens from which truncated sampling (`top_p`, `top_k`, `min_p`)
-    drew it. None without truncation.
+    """For each token of the reply, the set of tokens from which truncated sampling (`top_p`,
+    `top_k`, `min_p`) drew it. None if the request returns no sets.
     """
     version: int = -1
     """The version of the weights that sampled the reply. -1 before the first load."""
     signals: Signals | None = None
+    first_token_s: float | None = field(default=None, compare=False)
+    """Seconds from `submit` until the first token was sampled. None without tokens."""
 
 
 class Batcher:
     """A scheduler of requests, which runs the model (a `Runner`) once in each step.
 
-    A step chooses tokens of the requests, computes them in one forward pass, and samples. The class
-    is not thread-safe. With `keep_cache`, contexts that were cached with older weights are still
-    used, and replies to them have `clean` False. With `num_experts` above 0, the runner must record
-    the experts chosen for each token.
+    In a step, tokens of the requests are chosen and computed in one forward pass, and new tokens
+    are sampled. With `keep_cache`, contexts that were cached with older weights are still used, and
+    replies to them have `clean` False. With `num_experts` above 0, the runner must record the
+    experts chosen for each token. Not thread-safe.
     """
 
     def __init__(  # noqa: PLR0913 - the limits, and what is recorded
@@ -113,48 +122,51 @@ class Batcher:
         self._num_experts = num_experts
         self._experts: "Experts | None" = None
         """`[slots, max_context, layers, k]`: for each cached token, the k experts that were chosen
-        in each layer. None until experts are recorded.
+        in each layer. None before the first pass, and if experts are not recorded.
         """
         self._queue: deque[SampleRequest] = deque()
         self._active: dict[int, SampleRequest] = {}
+        self._since: dict[int, float] = {}
+        """Time at which each request without a token was submitted, by its `id`."""
+        self._first_token_s: dict[int, float] = {}
+        """Seconds until the first token of each active request that has one, by its `id`."""
         self._tokens = np.full((max_slots, max_context), -1, dtype=np.int32)
         self._logp = np.zeros((max_slots, max_context), dtype=np.float32)
         self._length = np.zeros(max_slots, dtype=np.int64)
         self._cached = np.zeros(max_slots, dtype=np.int64)
-        """`[slots]`: the number of tokens of each slot whose keys and values are cached."""
+        """`[slots]`: the number of tokens in each slot whose keys and values are cached."""
         self._older = np.zeros(max_slots, dtype=np.int64)
-        """`[slots]`: the number of leading cached tokens of each slot that were computed with older
-        weights.
+        """`[slots]`: the number of tokens at the beginning of each slot whose cache was computed by
+        older weights.
         """
         self._versions = np.full(max_slots, -1, dtype=np.int64)
-        """`[slots]`: the version of the last request in each slot. If the runner adds adapters,
-        this version computed all cached tokens of the slot.
+        """`[slots]`: the version of the last request in each slot. If the runner adds adapters, all
+        cached tokens of the slot were computed with this version.
         """
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)
         self._truncation = [WHOLE] * max_slots
         self._kept: list[list[KeptSets]] = [[] for _ in range(max_slots)]
-        """For each slot, the kept sets of its reply in progress: one element for each token."""
+        """For each slot, the kept sets of its current reply. A kept set has the tokens from which
+        truncated sampling drew one token of the reply.
+        """
         self._signals: list[list[Signals]] = [[] for _ in range(max_slots)]
-        """For each slot, the signals of its reply in progress: one element for each token."""
+        """For each slot, the signals (such as the entropy) of its current reply, one per token."""
         self._used = np.zeros(max_slots, dtype=np.int64)
         self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
         self._stale = np.zeros(max_slots, dtype=np.int64)
         """`[slots]`: the number of tokens that the last weight update dropped from each slot's
-        cache. It becomes 0 when a request computes these tokens again. `_stale_tokens` has the
-        tokens.
+        cache. The tokens themselves are in `_stale_tokens`. 0 once a request computes them again.
         """
         self._stale_tokens = self._tokens[:, :0]
         self._reprefill: dict[int, int] = {}
-        """For each slot, the number of leading context tokens that must be computed again, because
-        the last weight update dropped them from the cache.
+        """For each slot, the number of tokens at the beginning of its request's context that are
+        computed again, because the last weight update dropped them from a cache.
         """
         self._steps = 0
         self.counters: defaultdict[str, float] = defaultdict(float)
-        """Counters, such as `sampled_tokens`. The engine's process clears them after it has sent
-        them.
-        """
+        """Counters, such as `sampled_tokens`, since the engine's process last sent them."""
 
     @property
     def has_work(self) -> bool:
@@ -162,10 +174,13 @@ class Batcher:
 
     def submit(self, request: SampleRequest) -> None:
         self._queue.append(request)
+        self._since[request.id] = perf_counter()
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request without a reply. Other requests may still copy its cached tokens."""
+        """Drop a request, without a reply. Other requests can still copy its cached tokens."""
         self._queue = deque(request for request in self._queue if request.id != request_id)
+        self._since.pop(request_id, None)
+        self._first_token_s.pop(request_id, None)
         for slot, request in list(self._active.items()):
             if request.id == request_id:
                 del self._active[slot]
@@ -178,13 +193,14 @@ class Batcher:
             for request in self._queue
         ]
         self._queue.clear()
+        self._since.clear()
         return finished
 
     def load(self, update: Mapping[str, Tensor], version: int = 0) -> None:
         """Load the weights `update` of `version`. Drop the KV cache unless `keep_cache` is set.
 
-        If the runner adds adapters, `update` has the adapters of this version. Then the cache and
-        the adapters of earlier versions are kept until `keep_versions`.
+        If the runner adds adapters, `update` has the adapters of this version. The adapters and
+        cached contexts of earlier versions then stay until `keep_versions` is called.
 
         Raises RuntimeError while replies are being sampled.
         """
@@ -217,49 +233,84 @@ class Batcher:
         self.runner.adapters.keep(kept)
         self._free(np.flatnonzero(~np.isin(self._versions, [*kept])).tolist())
 
-    def send_cache(self, tokens: NDArray[np.int32]) -> dict[str, Tensor]:
+    def accepts(self, tokens: Sequence[int]) -> bool:
+        """Return True if a request for this context would be computed in the next pass.
+
+        A slot must be idle, and the tokens that must be computed before and for the request must
+        fit into one pass. A request is also accepted if there is nothing else to compute.
+        """
+        if len(self._active) + len(self._queue) >= len(self._length):
+            return False
+        active = [*self._active]
+        backlog = int((self._length[active] - self._cached[active]).clip(1).sum()) - len(active)
+        known = self._cached.copy()
+        known[active] = self._length[active]
+        backlog += sum(self._new_tokens(each.tokens, known) for each in self._queue)
+        wanted = self._new_tokens(tokens, known, [each.tokens for each in self._queue])
+        return not backlog or backlog + wanted <= MAX_CHUNK_TOKENS
+
+    def _new_tokens(
+        self,
+        tokens: Sequence[int],
+        known: NDArray[np.int64],
+        others: Sequence[Sequence[int]] = (),
+    ) -> int:
+        """Return the number of tokens that are not in the first `known` `[slots]` of a slot, and
+        not at the beginning of one of `others`.
+        """
+        own = np.array(tokens, np.int32)
+        shared = int(np.minimum(_common_prefix(self._tokens, own), known).max())
+        for other in others:
+            shared = max(shared, int(_common_prefix(np.array([other], np.int32), own)[0]))
+        return max(1, len(own) - shared)
+
+    def send_cache(self, tokens: NDArray[np.int32]) -> tuple[dict[str, Any], list[NDArray[Any]]]:
         """Return the longest cached beginning of a context, for `take_cache` of another engine.
 
-        Raises ValueError if the runner does not keep keys and values in pages.
+        The result is a header, and the tokens with their keys and values as the parts of a body.
         """
         cache = self._paged()
         cached = np.minimum(_common_prefix(self._tokens, tokens), self._cached)
-        slot = int(cached.argmax())
+        slot = int(np.lexsort((self._used, cached))[-1])
         count = int(cached[slot])
-        version = int(self._versions[slot]) if self.runner.adapters else self.version
-        about = torch.tensor([version, min(int(self._older[slot]), count)])
-        own = {"about": about, "tokens": torch.from_numpy(self._tokens[slot, :count].copy())}
-        return cache.read(slot, count) | own
+        header = {
+            "version": int(self._versions[slot]) if self.runner.adapters else self.version,
+            "older": min(int(self._older[slot]), count),
+            "layout": cache.layout,
+        }
+        return header, [self._tokens[slot, :count].copy(), cache.read(slot, count).numpy()]
 
-    def take_cache(self, sent: Mapping[str, Tensor]) -> None:
-        """Keep the beginning of a context that another engine computed, for later requests.
+    def take_cache(self, header: Mapping[str, Any], body: NDArray[np.uint8]) -> int:
+        """Store the beginning of a context that another engine computed, for later requests.
 
-        It is dropped if it is of another version, if as much is cached, or if no slot is idle.
+        Return the number of its tokens, or 0 if it is ignored: if it is of another version or of
+        another kind of cache, if as much of it is already cached, or if no slot is idle.
         """
-        cache, tokens = self._paged(), sent["tokens"].numpy()
-        version, older = sent["about"].tolist()
+        cache = self._paged()
+        count, rest = divmod(len(body), np.dtype(np.int32).itemsize + cache.token_bytes)
+        if header["layout"] != cache.layout or rest or not 0 < count <= self._tokens.shape[1]:
+            return 0
+        start = count * np.dtype(np.int32).itemsize
+        tokens, version = body[:start].view(np.int32), header["version"]
         known = np.minimum(_common_prefix(self._tokens, tokens), self._cached)
         idle = np.ones(len(self._length), dtype=np.bool_)
         idle[list(self._active)] = False
         of_others = self.runner.adapters is None and version != self.version
-        if of_others or known.max() >= len(tokens) or not idle.any():
-            return
+        if of_others or known.max() >= count or not idle.any():
+            return 0
         slot = self._victim(idle)
-        cache.write(slot, len(tokens), sent)
+        cache.write(slot, count, torch.from_numpy(body[start:]))
         self._tokens[slot] = -1
-        self._tokens[slot, : len(tokens)] = tokens
-        self._length[slot] = self._cached[slot] = len(tokens)
-        self._older[slot], self._versions[slot] = older, version
+        self._tokens[slot, :count] = tokens
+        self._length[slot] = self._cached[slot] = count
+        self._older[slot], self._versions[slot] = header["older"], version
         self._used[slot] = self._steps
-        self.counters["received_tokens"] += len(tokens)
+        self.counters["received_tokens"] += count
+        return count
 
     def _paged(self) -> "PagedCache":
-        if (cache := self.runner.cache) is None or self._num_experts:
-            raise ValueError(
-                "engine.send_cache must be false: the cache of this policy cannot be sent "
-                f"({self.runner.name})"
-            )
-        return cache
+        assert self.runner.cache is not None, "a worker without pages does not send caches"
+        return self.runner.cache
 
     def _free(self, slots: Iterable[int]) -> None:
         for slot in slots:
@@ -267,8 +318,9 @@ class Batcher:
             self.runner.keep(slot, 0)
 
     def step(self) -> list[FinishedReply]:
-        """Assign slots to waiting requests, run one forward pass, and sample. Return the replies
-        that ended.
+        """Assign slots to waiting requests, run one forward pass, and sample.
+
+        Return the replies that ended.
         """
         start = perf_counter()
         cpu_start = process_time()
@@ -311,8 +363,8 @@ class Batcher:
     def _admit(self) -> None:
         """Assign slots to waiting requests, in order of arrival.
 
-        While one request computes a prefix, another request with the same prefix waits. It can then
-        copy the prefix.
+        A request waits while another request computes a prefix that both share. It can then copy
+        the prefix.
         """
         idle = np.ones(len(self._length), dtype=np.bool_)
         idle[list(self._active)] = False
@@ -328,11 +380,11 @@ class Batcher:
         self._queue.extendleft(reversed(waiting))
 
     def _assign_slot(self, request: SampleRequest, idle: NDArray[np.bool_]) -> int | None:
-        """Return the slot for a request, into which the longest cached prefix of its tokens is
-        copied.
+        """Return a slot for a request, with a copy of the longest cached prefix of the request's
+        tokens.
 
-        `idle` `[slots]` is True for slots without a request. The result is None if another request
-        is computing a longer common prefix: then it is better to wait and copy that.
+        `idle` `[slots]` is True for slots without a request. Return None if another request is
+        computing a longer common prefix, which can be copied later.
         """
         tokens = np.array(request.tokens, dtype=np.int32)
         common = np.minimum(_common_prefix(self._tokens, tokens), len(tokens) - 1)
@@ -368,9 +420,9 @@ class Batcher:
     def _victim(self, idle: NDArray[np.bool_]) -> int:
         """Return the index of the idle slot that a new request overwrites.
 
-        The lowest slot that is empty, or was unused for `IDLE_STEPS` steps, is preferred: low
-        indices keep the batch small. Otherwise it is the slot that was unused longest. `idle`
-        `[slots]` is True for slots without a request.
+        It is the first slot that is empty, or was unused for `IDLE_STEPS` steps: low indices keep
+        the batch small. If there is none, it is the slot that was unused longest. `idle` `[slots]`
+        is True for slots without a request.
         """
         spare = idle & ((self._cached == 0) | (self._used < self._steps - IDLE_STEPS))
         if spare.any():
@@ -399,7 +451,8 @@ class Batcher:
     def _stale_prefix(self, tokens: NDArray[np.int32]) -> int:
         """Return the length of the prefix of `tokens` that the last update dropped from the cache.
 
-        A dropped context that matches completely is forgotten, so that only one request counts it.
+        If a dropped context matches completely, it is forgotten, so that only one request counts
+        it.
         """
         if not self._stale.any():
             return 0
@@ -410,11 +463,11 @@ class Batcher:
         return int(common[best])
 
     def _plan(self) -> tuple[Step, NDArray[np.bool_]]:
-        """Return the input of the next forward pass, and the mask `[rows + chunks]` of those that
+        """Return the input of the next forward pass, and a mask `[rows + chunks]` of those that
         sample.
 
         A row is the newest token of a sequence that is being sampled. A chunk is a part of a
-        prompt. A token is sampled after each row, and after a chunk that ends its prompt.
+        prompt. A token is sampled after each row, and after each chunk that ends its prompt.
         """
         slots = np.array(sorted(self._active), dtype=np.int64)
         due = self._length[slots] - self._cached[slots]
@@ -446,9 +499,7 @@ class Batcher:
         return step, np.array([True] * len(rows) + complete, dtype=np.bool_)
 
     def _versions_of(self, rows: NDArray[np.int64], chunks: Sequence[Chunk]) -> Tensor | None:
-        """Return the adapter version of each token of a forward pass, `[T]`, or None without
-        adapters.
-        """
+        """Return the adapter version of each token of a pass, `[T]`. None without adapters."""
         if self.runner.adapters is None:
             return None
         of_chunks = [np.full(each.end - each.start, self._versions[each.slot]) for each in chunks]
@@ -472,10 +523,15 @@ class Batcher:
                 self._signals[slot].append(signals.at(slice(place, place + 1)))
         self._tokens[slots, at] = tokens
         self._logp[slots, at] = logp
-        if kept is not None:
+        if kept is not None and any(self._active[slot].returns_sets for slot in slots.tolist()):
             for slot, own in zip(slots.tolist(), kept.split([1] * len(slots)), strict=True):
                 self._kept[slot].append(own)
         self._length[slots] += 1
+        if self._since:
+            now = perf_counter()
+            for number in (self._active[slot].id for slot in slots.tolist()):
+                if (since := self._since.pop(number, None)) is not None:
+                    self._first_token_s[number] = now - since
 
     def _ended(self, slots: NDArray[np.int64]) -> list[FinishedReply]:
         stopped = self._stops[slots, self._tokens[slots, self._length[slots] - 1]]
@@ -495,12 +551,22 @@ class Batcher:
         if self._experts is not None:
             experts = self._experts[slot, : self._cached[slot]].copy()
         kept_sets = None
-        if request.truncation:
+        if request.returns_sets:
             kept_sets = join([(1, own) for own in self._kept[slot]])
         signals = Signals.join(self._signals[slot]) if self._signals[slot] else None
         version = int(self._versions[slot])
+        first_token_s = self._first_token_s.pop(request.id, None)
         return FinishedReply(
-            request.id, tokens, logp, stop, clean, experts, kept_sets, version, signals
+            request.id,
+            tokens,
+            logp,
+            stop,
+            clean,
+            experts,
+            kept_sets,
+            version,
+            signals,
+            first_token_s,
         )
 
 

@@ -2,9 +2,9 @@
 
 The decoder calls the functions of the trainer's packed passes (`unstale/model/bitwise.py`): the
 same matrix products, norms, rotary angles and sums. Attention reads the keys of a sequence from
-cache pages. A page has the same positions as a block of keys in the trainer's attention. So a
-log-probability depends only on the weights, the token and the tokens before it. The other sequences
-of the batch, the parts in which a prompt is computed, and shared pages do not change it.
+cache pages, which have the same positions as the blocks of keys in the trainer's attention. So a
+log-probability depends only on the weights, the token and the tokens before it. It does not depend
+on the other sequences of the batch, on the parts in which a prompt is computed, or on shared pages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,6 @@ from unstale.model.rowwise import Panels
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """The sizes and constants of a model's layers."""
-
     heads: int
     kv_heads: int
     width: int
@@ -66,8 +64,9 @@ class BitwiseRunner:
     def __init__(
         self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int
     ) -> None:
-        """Read the sizes of the model in `folder`. Raises ConfigError for a model that is not
-        supported.
+        """Read the sizes of the model in `folder`.
+
+        Raises ConfigError for a model that is not supported.
         """
         assert PAGE == BLOCK, "pages are the blocks of the trainer's attention"
         model: Any = load_model(folder, dtype).eval()
@@ -127,7 +126,7 @@ class BitwiseRunner:
         return update[name].to(self._dtype, copy=True).float()
 
     def forward(self, step: Step) -> Tensor:
-        """Return the float32 logits of a forward pass, `[R + C, V]`, as `Runner.forward` does."""
+        """Return the float32 logits `[R + C, V]` of a forward pass, as `Runner.forward` does."""
         cells = torch.from_numpy(placed(step, self.cache.pages))
         self.cache.reserve()
         table = runs(step, self.cache.pages, RUN)
@@ -154,11 +153,12 @@ class BitwiseRunner:
         cells: Tensor,
         table: Tensor,
     ) -> Tensor:
-        """Write a layer's keys and values of T tokens to the cache.
+        """Write the keys and values of T tokens in one layer to the cache. Return the attention
+        output.
 
-        Return their attention output, `[T, heads * width]`. `qkv` has their queries, keys and
-        values. `cells` are the tokens' indices in the cache. `table` is the result of `pages.runs`:
-        the groups of tokens whose attention is computed together.
+        The output is `[T, heads * width]`. `qkv` has the queries, keys and values. `cells` are the
+        tokens' indices in the cache. `table` is the result of `pages.runs`: the groups of tokens
+        whose attention is computed together.
         """
         sizes = self._sizes
         heads, kv_heads, width = sizes.heads, sizes.kv_heads, sizes.width
@@ -218,7 +218,10 @@ def _sizes_of(model: Any) -> _Sizes:
 
 
 class BitwiseSampler(Sampler):
-    """A `Sampler` whose log-probabilities equal the trainer's bit for bit."""
+    """A `Sampler` whose log-probabilities equal the trainer's bit for bit.
+
+    Those of truncated rows, which only evaluations have, are a `Sampler`'s.
+    """
 
     def __call__(
         self,
@@ -228,10 +231,10 @@ class BitwiseSampler(Sampler):
         positions: NDArray[np.int64],
         truncations: Sequence[Truncation] = (),
     ) -> Drawn:
+        tokens, drawn, kept = super().__call__(logits, temperature, seeds, positions, truncations)
+        own = temperature == 0  # rows that the trainer never scores
         if any(truncations):
-            raise ValueError("a bitwise engine samples from the whole vocabulary")
-        tokens, drawn, _ = super().__call__(logits, temperature, seeds, positions)
-        greedy = temperature == 0
-        heat = torch.from_numpy(np.where(greedy, np.float32(1), temperature))
+            own = own | np.array([bool(each) for each in truncations])
+        heat = torch.from_numpy(np.where(own, np.float32(1), temperature))
         logp, _, _ = rowwise.score(logits, torch.from_numpy(tokens), heat)
-        return Drawn(tokens, np.where(greedy, drawn, logp.numpy()))
+        return Drawn(tokens, np.where(own, drawn, logp.numpy()), kept)

@@ -1,4 +1,4 @@
-"""A fast decoder for models of the Qwen3 and, on CPUs, of the Qwen3-MoE architecture.
+"""A fast decoder for models of the Qwen3 architecture, and on CPUs of the Qwen3-MoE architecture.
 
 It uses few, large operations, because for small models the overhead of each operation dominates:
 query, key and value are one matrix, gate and up another. Sequences with the same first tokens share
@@ -7,9 +7,9 @@ the cache pages of these tokens.
 On a CPU, `decoder.c` computes a step of a dense model in one call. For models with experts, and for
 bfloat16 on CPUs with instructions for it, torch computes the matrix products and `kernels.c`
 everything else, experts included. On a GPU, torch computes the matrix products and Triton the rest
-(`gpu_kernels.py`). Without Triton, torch computes everything. All sequences that sample one token
-form one batched attention. Prompts are cut into blocks, which form a second batched attention. On
-CUDA, steps without prompts replay a recorded graph.
+(`gpu_kernels.py`). Without Triton, torch computes everything. The attention of all sequences that
+sample one token is one batched operation. Prompts are cut into blocks, whose attention is a second
+batched operation. On CUDA, steps without prompts replay a recorded graph.
 
 When weights are loaded, the two halves of each head's rotary embedding are interleaved. The
 rotation is then one complex multiplication, and inner products stay the same.
@@ -50,9 +50,7 @@ from unstale.native import NotCompiled
 from unstale.routed_experts import num_experts
 
 MIN_CAPABILITY = (8, 0)
-"""The lowest CUDA compute capability at which Triton kernels are used: that of GPUs with
-bfloat16.
-"""
+"""The lowest CUDA compute capability for Triton kernels, that of the first GPUs with bfloat16."""
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -70,9 +68,7 @@ for the number of experts is missing, because models name it differently.
 
 
 def supports(config: Mapping[str, Any]) -> bool:
-    """Return True if this decoder can compute the model of `config` (the content of a
-    `config.json`).
-    """
+    """Return True if this decoder can compute the model whose `config.json` is `config`."""
     rope = _rope(config)
     return (
         (config.get("model_type") == "qwen3" or _has_experts(config))
@@ -85,7 +81,7 @@ def supports(config: Mapping[str, Any]) -> bool:
 
 
 def names_sizes(config: Mapping[str, Any]) -> bool:
-    """Return True if `config` (the content of a `config.json`) has all sizes that the decoder
+    """Return True if `config`, the content of a `config.json`, has all sizes that the decoder
     reads.
 
     If it lacks some, the caller must add the defaults of transformers' configuration class.
@@ -99,7 +95,7 @@ def names_sizes(config: Mapping[str, Any]) -> bool:
 def runs_on_gpu(config: Mapping[str, Any]) -> bool:
     """Return True if this decoder can compute the model of `config` (a `config.json`) on a GPU.
 
-    Models with experts and other architectures than Qwen3 run on the CPU.
+    Models with experts, and other architectures than Qwen3, run only on the CPU.
     """
     return supports(config) and num_experts(config) == 0
 
@@ -107,7 +103,7 @@ def runs_on_gpu(config: Mapping[str, Any]) -> bool:
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the rotary embedding in a `config.json`.
 
-    Like transformers, prefer `rope_scaling` to `rope_parameters`.
+    As in transformers, `rope_scaling` takes precedence over `rope_parameters`.
     """
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
@@ -140,7 +136,7 @@ class ModelSizes:
     choices: int
     """Number of experts that each token uses. 0 in a dense model."""
     normed: bool
-    """True if the router's weights of a token's experts are scaled to a sum of 1."""
+    """True if the router's weights of the experts that a token uses are scaled to a sum of 1."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "ModelSizes":
@@ -207,8 +203,8 @@ class _Layer:
     norm_1: Tensor
     qkv: Tensor
     qk_norm: Tensor
-    """`[heads + kv_heads, head_dim]` float32: norm weights of queries, then of keys. The weights of
-    queries are multiplied by the softmax scale.
+    """`[heads + kv_heads, head_dim]` float32: the norm weights of the query heads, times the
+    softmax scale, then those of the key heads.
     """
     out: Tensor
     norm_2: Tensor
@@ -216,7 +212,7 @@ class _Layer:
     """`[experts, hidden]`: the router's weights. Empty in a dense model."""
     gate_up: Tensor
     down: Tensor
-    """The down projection. With experts, `down` and `gate_up` have the layout of `_panels`."""
+    """The down projection. With experts, it and `gate_up` are in the layout of `_panels`."""
 
     def in_one_call(self) -> tuple[Tensor, ...]:
         """Return the layer's weights in the order of the C struct `layer_` of `decoder.c`."""
@@ -225,9 +221,7 @@ class _Layer:
 
 
 class CannotDecode(ValueError):
-    """Error: this machine cannot run the decoder for a model with experts. The text gives the
-    reason.
-    """
+    """Error: this machine cannot run the decoder for a model with experts, for the given reason."""
 
 
 class Qwen3Runner:
@@ -254,8 +248,8 @@ class Qwen3Runner:
         self._linear, self._packed = _linear_for(self._device, dtype)
         self._quantise = quantise
         self._project = self._linear
-        """The function that multiplies activations by a layer's weight. It first rounds the
-        activations to the format `quantise`.
+        """A function that rounds activations to the format `quantise`, then multiplies them by a
+        layer's weight.
         """
         if quantise != "none":
             product, rounded = self._linear, FORMATS[quantise].activations
@@ -271,8 +265,8 @@ class Qwen3Runner:
         if self._one_call:
             self._packed = self._one_call.pack
         self._pages_given = 0
-        """The number of cache pages when `_one_call` last received the cache. 0 if it must receive
-        the cache again.
+        """The number of cache pages when the cache was last passed to `_one_call`. 0 if it must be
+        passed again.
         """
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self._layers: list[_Layer] = []
@@ -386,9 +380,9 @@ class Qwen3Runner:
         return self._graphs(flat, shape)[: len(step.rows)]
 
     def _one_call_for(self, kernels: Kernels | None) -> OneCall | None:
-        """Return the decoder in C (`decoder.c`), or None if it is not used.
+        """Return the decoder in C (`decoder.c`).
 
-        It is not used for models with experts, nor where torch's matrix products are faster.
+        Return None for models with experts, and where torch's matrix products are faster.
         """
         sizes = self.sizes
         if kernels is None or sizes.experts:
@@ -406,7 +400,6 @@ class Qwen3Runner:
         return OneCall(kernels, wanted, self._dtype)
 
     def _in_one_call(self, one_call: OneCall, step: Step) -> Tensor:
-        """Return the logits of a forward pass on a CPU, by one call of `decoder.c`."""
         cells = torch.from_numpy(placed(step, self.cache.pages))
         self.cache.reserve()
         if self._pages_given != self.cache.num_pages:
@@ -429,7 +422,7 @@ class Qwen3Runner:
         return one_call.run(tokens, self._helpers)
 
     def _by_kernels(self, kernels: Kernels, step: Step) -> Tensor:
-        """Return the logits of a forward pass on a CPU, by several calls.
+        """Return the logits of a forward pass on a CPU, computed by several calls for each layer.
 
         oneDNN computes the matrix products, and `kernels.c` everything else.
         """
@@ -474,9 +467,10 @@ class Qwen3Runner:
         return self._linear(h, self._head).float()[: len(ends)]
 
     def _mixed_experts(self, kernels: Kernels, layer: _Layer, h: Tensor, count: int) -> Tensor:
-        """Return the sum of each token's expert outputs, weighted by the router, `[T, hidden]`.
+        """Return `[T, hidden]`: for each token, the sum of its experts' outputs, weighted by the
+        router.
 
-        The first `count` tokens are real. The others are padding and get zeros.
+        Only the first `count` tokens are real. The others are padding, and get zeros.
         """
         sizes = self.sizes
         scores = F.linear(h, layer.router)[:count].softmax(-1, dtype=torch.float32)
@@ -504,10 +498,10 @@ class Qwen3Runner:
         return more
 
     def _run(self, inputs: Inputs, shape: StepShape) -> Tensor:
-        """Compute a forward pass with torch. Return float32 logits of the next token, `[tokens,
-        V]`.
+        """Return float32 logits `[tokens, V]` of a forward pass that torch computes.
 
-        They follow each token. In a pass with prompts they follow only the tokens `inputs.ends`.
+        There are logits after each token. In a pass with prompts, there are logits only after the
+        tokens `inputs.ends`.
         """
         sizes, parts = self.sizes, self._parts
         num_rows = len(inputs.tables)
@@ -536,7 +530,8 @@ class Qwen3Runner:
 
 
 def _panels(weights: Tensor, lanes: int) -> Tensor:
-    """Return weights `[experts, out, in]` as `[experts, out / lanes, in, lanes]`, for `kernels.c`.
+    """Return weights `[experts, out, in]` in the layout of `kernels.c`: `[experts, out / lanes, in,
+    lanes]`.
 
     `lanes` is the number of values that a CPU vector holds. Rows of zeros are added until `out` is
     a multiple of it.
@@ -548,10 +543,11 @@ def _panels(weights: Tensor, lanes: int) -> Tensor:
 def _linear_for(
     device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Return a function that multiplies by a weight `[out, in]`, and one that prepares the weight
-    for it.
+    """Return a function that multiplies by a prepared weight, and a function that prepares a
+    weight.
 
-    On a CPU, oneDNN multiplies by prepared weights (`model/linear.py` gives the reason).
+    The weight is `[out, in]`. On a CPU, it is prepared for oneDNN (`model/linear.py` gives the
+    reason).
     """
     if device.type != "cpu" or not linear.supported(dtype):
         return F.linear, lambda weight: weight
@@ -559,9 +555,7 @@ def _linear_for(
 
 
 def _parts_for(rotations: Tensor, sizes: ModelSizes) -> LayerParts:
-    """Return Triton kernels for a layer's parts if this GPU can run them, else torch's
-    operations.
-    """
+    """Return a layer's Triton kernels if this GPU can run them, otherwise torch's operations."""
     device = rotations.device
     is_old = rotations.is_cuda and torch.cuda.get_device_capability(device) < MIN_CAPABILITY
     if not rotations.is_cuda or is_old or gpu_kernels() is None:
@@ -574,10 +568,10 @@ def _parts_for(rotations: Tensor, sizes: ModelSizes) -> LayerParts:
 def _kernels_for(
     device: torch.device, dtype: torch.dtype, sizes: ModelSizes, quantise: str
 ) -> tuple[Kernels | None, str]:
-    """Return the CPU kernels and "".
+    """Return the CPU kernels, or None if they are not used, and a warning for the user.
 
-    If this CPU cannot use them, return None and a warning for the user. On a GPU, return None and
-    "".
+    The warning gives the reason why this CPU cannot use them. It is "" if they are used, and on a
+    GPU.
     """
     lanes = math.gcd(16, sizes.head_dim)
     slower = "the engine decodes by torch, several times slower, because"
@@ -606,9 +600,9 @@ def _kernels_for(
 
 
 def _rounding(form: Format) -> dict[str, int]:
-    """Return the C macros that make `decoder.c` round activations to a number format.
+    """Return C macros that make `decoder.c` round activations to a number format.
 
-    There are none if the format does not round activations.
+    Empty if the format does not round activations.
     """
     if form.activation_block is None:
         return {}

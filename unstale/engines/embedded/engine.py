@@ -1,8 +1,8 @@
 """The embedded engine: a child process on this machine that samples, connected by a socket.
 
-The number of the child's threads is set before it loads torch. With more threads than cores,
-sampling and training would each become twenty times slower. The child ignores Ctrl-C. It ends only
-by `close`, or when this process ends.
+The number of the child's threads is set before it loads torch. If there were more threads than
+cores, sampling and training would each be twenty times slower. The child ignores Ctrl-C. It ends
+only by `close`, or when this process ends.
 """
 
 import asyncio
@@ -20,7 +20,9 @@ from torch import Tensor
 from unstale.config.files import read_mapping
 from unstale.engines import (
     NOT_STARTED,
+    CacheNotSent,
     EngineDied,
+    Rejected,
     Reply,
     ReplyStop,
     SamplingParams,
@@ -43,12 +45,13 @@ from unstale.weights.gpu_handles import handles_of
 from unstale.weights.store import Delta
 
 STEP_S = 0.02
-"""Seconds of the event loop's clock between two decoding steps, if the engine is deterministic
+"""Seconds between two decoding steps, by the event loop's clock, if the engine is deterministic
 (`EngineOptions.lockstep`).
 """
+FULL = "the engine cannot begin the request at once"
 _READ_BYTES = 1 << 20
 _JOINED_BYTES = 1 << 16
-"""Size of a message up to which its parts are joined, to send them with one system call."""
+"""Largest size in bytes of a message whose parts are joined and sent by one system call."""
 _COUNTERS = (
     "sampled_tokens",
     "prefill_tokens",
@@ -66,18 +69,17 @@ _COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A reply as the engine's child process sends it."""
-
     piece: Sampled
     stop: ReplyStop
+    first_token_s: float | None
     routed_experts: Sequence[Any] | None
-    """The dtype and shape of the experts chosen for the reply's tokens, which are in a file. None
-    if there is no file.
+    """The dtype and shape of the routed experts of the reply's tokens, which are in a file. None if
+    there is no file.
     """
 
 
 class EmbeddedEngine:
-    """An engine in a child process. It must be started, used and closed on one event loop.
+    """An engine in a child process. It must be started, used and closed on the same event loop.
 
     With `options.lockstep`, the child computes one step every `STEP_S` seconds while replies are
     pending. The event loop blocks until the step is done, so that runs are deterministic.
@@ -91,8 +93,10 @@ class EmbeddedEngine:
         self._options = options
         self.takes_deltas = options.deltas
         self.runner = ""
-        """Name of the code that computes the model, such as "qwen3 decoder". Set by `start`."""
+        """Name of the code that computes the model, such as "qwen3 decoder". `start` sets it."""
         self.vocab_size = 0
+        self._cache_port = 0
+        """The port at which the child process receives caches. 0 if it does not."""
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[_Message]] = {}
         self._answers: dict[int, asyncio.Future[Header]] = {}
@@ -113,7 +117,7 @@ class EmbeddedEngine:
         self._all_read = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the child process, or reset the running one. Wait until it can receive weights.
+        """Start the child process, or reset a running one. Wait until it can receive weights.
 
         Raises ValueError if the child cannot run the model.
         """
@@ -135,6 +139,7 @@ class EmbeddedEngine:
             max_context=self._options.max_context,
             vocab_size=self.vocab_size,
             keeps_sets=not self._options.bitwise,
+            truncates=True,
             measures=True,
             versions=self._versions,
             pictures=self._options.pictures is not None,
@@ -151,9 +156,10 @@ class EmbeddedEngine:
             params.truncation,
             params.version,
             params.signals,
+            params.return_sets,
         ]
         text = np.array(tokens, np.int32).tobytes()
-        child.send({"op": "sample", "request": fields}, [text])
+        child.send({"op": "sample", "request": fields, "waits": params.waits}, [text])
         try:
             reply = await future
             piece = reply.piece
@@ -163,7 +169,7 @@ class EmbeddedEngine:
                     piece,
                     routed_experts=await self._read_experts(number, reply.routed_experts, first),
                 )
-            return Reply(piece, reply.stop)
+            return Reply(piece, reply.stop, reply.first_token_s)
         except asyncio.CancelledError:
             if self._replies.pop(number, None):
                 child.send({"op": "cancel", "id": number})
@@ -174,9 +180,9 @@ class EmbeddedEngine:
     async def _read_experts(self, number: int, about: Sequence[Any], first: int) -> RoutedExperts:
         """Return the routed experts of the reply `number`, from the token `first` on.
 
-        They are in a file that the child process wrote. `about` has their dtype and shape. A thread
-        reads the file. With `lockstep` no thread does, because the virtual clock of a deterministic
-        run would advance meanwhile.
+        The child process wrote them to a file. `about` has their dtype and shape. A thread reads
+        the file, except with `lockstep`: the virtual clock of a deterministic run would advance
+        meanwhile.
         """
         assert self._routed_experts
         take = partial(self._routed_experts.take, number, about, first)
@@ -187,9 +193,7 @@ class EmbeddedEngine:
             raise EngineDied(self._error) from error
 
     def _forget_experts(self, number: int) -> None:
-        """Remove the file of a reply's routed experts, if there is one, and wake a waiting
-        `interrupt`.
-        """
+        """Remove the file of a reply's routed experts, if any. Wake up a waiting `interrupt`."""
         if number not in self._unread:
             return
         self._unread.remove(number)
@@ -198,10 +202,10 @@ class EmbeddedEngine:
             self._routed_experts.drop(number)
 
     async def stage(self, update: Update, version: int) -> None:
-        """Raise `EngineDied` if the child process does not work. Prepare nothing: `load` does all
-        the work.
+        """Raise `EngineDied` if the child process does not work. Otherwise, do nothing.
 
-        On a GPU the child reads weights in place. On a CPU, preparing them would slow sampling.
+        `load` does all the work: on a GPU the child reads weights in place, and on a CPU preparing
+        them would slow sampling.
         """
         self._live_child()
 
@@ -213,8 +217,9 @@ class EmbeddedEngine:
             await self._all_read.wait()
 
     async def load(self, update: Update, version: int) -> None:
-        """Load weights as `Engine.load` describes. Their tensors must not change before this
-        returns.
+        """Load weights as `Engine.load` describes.
+
+        The tensors must not change before this call returns.
         """
         check_load(update, version, self._version, sampling=self._running, deltas=self.takes_deltas)
         header = {"op": "load", "version": version, "delta": isinstance(update, Delta)}
@@ -235,19 +240,23 @@ class EmbeddedEngine:
         self._versions &= {*versions, self._version}
         await self._command({"op": "keep", "versions": sorted(versions)})
 
-    async def send_cache(self, tokens: Sequence[int]) -> bytearray:
-        answer = await self._command({"op": "send"}, [np.array(tokens, np.int32).tobytes()])
-        data: bytearray = answer["body"]
-        return data
+    async def cache_address(self, tokens: Sequence[int]) -> str:
+        self._live_child()
+        return f"{self._options.cache_host}:{self._cache_port}"
 
-    async def take_cache(self, data: bytes | bytearray) -> None:
-        await self._command({"op": "take"}, [memoryview(data)])
+    async def send_cache(self, tokens: Sequence[int], address: str) -> int:
+        context = np.array(tokens, np.int32).tobytes()
+        try:
+            answer = await self._command({"op": "send", "address": address}, [context])
+        except ValueError as error:
+            raise CacheNotSent(str(error)) from None
+        return int(answer["stored"])
 
     def _is_read_in_place(self, update: Update) -> TypeGuard[Mapping[str, Tensor]]:
-        """Return True if the child process reads the weights directly from the memory of the GPU.
+        """Return True if the child process reads the weights directly from the GPU's memory.
 
-        With deltas or adapters the result is False, because the child then keeps weights in main
-        memory.
+        Return False if the engine accepts deltas or adapters, because the child then keeps weights
+        in main memory.
         """
         if isinstance(update, Delta) or self.takes_deltas or self._options.merging:
             return False
@@ -276,8 +285,8 @@ class EmbeddedEngine:
     def metrics(self) -> Mapping[str, float]:
         """Return the counters since the last call, and the mean batch size of decoding steps.
 
-        `reprefill_s` is an estimate of the time for computing dropped contexts again, in seconds:
-        each step's time is divided in proportion to the tokens.
+        `reprefill_s` estimates the seconds spent on computing dropped contexts again: the time of
+        each step is divided in proportion to the tokens.
         """
         counters = self._counters
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
@@ -310,6 +319,7 @@ class EmbeddedEngine:
         model = await ready
         self.runner = model["runner"]
         self.vocab_size = model["vocab_size"]
+        self._cache_port = model.get("cache_port", 0)
         if model["warning"]:
             warnings.warn(model["warning"], RuntimeWarning, stacklevel=3)
 
@@ -341,7 +351,6 @@ class EmbeddedEngine:
         return future
 
     def _schedule_poll(self) -> None:
-        """Schedule the next call of `_Child.poll`, if any call waits for the child process."""
         if self._next_poll is None and self._child is not None and self._is_pending():
             self._next_poll = asyncio.get_running_loop().call_later(
                 self._child.poll_s, self._poll, self._child
@@ -363,6 +372,8 @@ class EmbeddedEngine:
         match header["op"]:
             case "reply":
                 self._on_reply(header, body)
+            case "rejected":
+                _resolve(self._replies.pop(header["reply"], None), Rejected(FULL))
             case "done":
                 answer = ValueError(header["error"]) if header["error"] else header | {"body": body}
                 _resolve(self._answers.pop(header["id"], None), answer)
@@ -392,12 +403,13 @@ class EmbeddedEngine:
         future = self._replies.pop(number, None)
         if future is None:  # the request was cancelled
             self._forget_experts(number)
-        _resolve(future, _Message(piece, header["stop"], about))
+        _resolve(future, _Message(piece, header["stop"], header["first_token_s"], about))
 
     def _on_lost(self, child: "_Child", error: str) -> None:
         """Make all calls raise an error, because the child process has ended or does not react.
 
-        `error` is its text. If it is empty, the exit code and stderr of the child are used.
+        `error` is the text of the error. If it is empty, the text has the child's exit code and
+        stderr.
         """
         if child is self._child and not self._error:
             self._end(error or child.last_words())
@@ -426,9 +438,10 @@ def _resolve(future: "asyncio.Future[Any] | None", result: _Message | Header | E
 
 
 class _Child(Child, asyncio.Protocol):
-    """The engine's child process and its socket.
+    """The engine's child process, and its socket.
 
-    `on_message` is called for each message from the child, and `on_lost` when the child has ended.
+    `on_message` is called for each message from the child, and `on_lost` when the child has ended
+    or does not react.
     """
 
     poll_s = BEAT_S
@@ -465,7 +478,7 @@ class _Child(Child, asyncio.Protocol):
     def send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
         """Send one message to the child process.
 
-        If the child has ended, `on_lost` is called later.
+        No error is raised if the child has ended, but `on_lost` is called later.
         """
         parts = [memoryview(part) for part in frame(header, body)]
         if self._transport is not None:
@@ -482,14 +495,10 @@ class _Child(Child, asyncio.Protocol):
             self._on_lost(self, str(frozen))
 
     def listen(self, number: int) -> None:
-        """Prepare for the answer to request `number`. Do nothing: the event loop receives the
-        answer.
-        """
+        """Do nothing: the event loop receives the answer to request `number`."""
 
     def poll(self, number: int) -> None:
-        """Call `on_lost` if the child process has sent no heartbeat for too long. `number` is not
-        used.
-        """
+        """Call `on_lost` if the process has sent no heartbeat for too long. Ignore `number`."""
         try:
             self.check()
         except ChildFrozen as frozen:
@@ -513,7 +522,7 @@ class _Child(Child, asyncio.Protocol):
 
 
 class _LockstepChild(_Child):
-    """An engine process whose answers are read by blocking calls, for deterministic runs."""
+    """An engine's child process whose answers blocking calls read, for deterministic runs."""
 
     poll_s = STEP_S
     _answered = READY - 1
@@ -522,8 +531,7 @@ class _LockstepChild(_Child):
         """Do nothing, because the socket is already connected."""
 
     def listen(self, number: int) -> None:
-        """Schedule a call that blocks the event loop until the answer to request `number` has
-        arrived.
+        """Schedule a call that blocks the event loop until the answer to request `number` is there.
 
         Callbacks that were scheduled earlier run first.
         """
@@ -534,9 +542,7 @@ class _LockstepChild(_Child):
         self._receive_until(number)
 
     def _receive_until(self, number: int) -> None:
-        """Read and handle messages up to the answer to request `number`. Later messages stay
-        unread.
-        """
+        """Read and handle messages up to the answer to request `number`. Leave later ones."""
         data = b""
         while self._answered < number and self.socket.fileno() >= 0:
             for header, body in self._frames.feed(data):

@@ -3,9 +3,9 @@ time.
 
 Each sequence has a cache of transformers, which also holds the states of recurrent layers. When the
 runner is made, a test compares its logits with those of a forward pass without a cache. Some
-architectures forget their state if several tokens follow a cached beginning: they are given one
-token at a time. With others, a cache gives wrong logits even then: they compute the whole sequence
-for each token.
+architectures lose their state if several tokens follow a cached beginning. Their tokens are
+computed one at a time. For others, logits with a cache are wrong even then. For these, the whole
+sequence is computed again for each token.
 """
 
 from collections.abc import Mapping
@@ -65,13 +65,14 @@ class TransformersRunner:
         )
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._part = max_context
-        """The largest number of tokens that one pass may add to a cached beginning. 0 if the model
-        has no usable cache.
+        """The largest number of tokens that one pass may add to a cached beginning. 0 if the
+        model's cache cannot be used.
         """
         parameters = signature(type(model).forward).parameters
         self._caches: list[Any] = []
-        """For each slot, the model's cache of its sequence. Without a cache, the sequence's tokens
-        `[n]`. None if the slot is empty.
+        """For each slot, the model's cache of the slot's sequence. If the cache cannot be used, the
+        sequence's tokens `[n]`. For a model that reads pictures, a pair of tokens and cache. None
+        if the slot is empty.
         """
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         probe = self._use(model, max_context, why_slow)
@@ -93,8 +94,8 @@ class TransformersRunner:
     def _use(
         self, model: Any, max_context: int, why_slow: str, exact: Probe | None = None
     ) -> Probe:
-        """Make `model` the one to compute with. Test it, and return its logits in a plain pass
-        (`Probe`).
+        """Use `model` for all later passes. Test it, and return the `Probe` with its logits in
+        plain passes.
 
         `exact` is the probe of the same model in float32, or None if this model is in float32.
         Raises ValueError if this runner's logits differ from those of a plain forward pass.
@@ -155,8 +156,9 @@ class TransformersRunner:
         return torch.stack([self._run(slot, token) for slot, token in rows] + chunks)
 
     def _run(self, slot: int, tokens: Tensor) -> Tensor:
-        """Return float32 logits `[V]` after the last of `tokens` `[n]`, which continue the slot's
-        sequence.
+        """Return float32 logits `[V]` after the last of `tokens` `[n]`.
+
+        The tokens continue the sequence of the slot.
         """
         if self._pictures:
             return self._run_with_pictures(self._pictures, slot, tokens)
@@ -173,7 +175,6 @@ class TransformersRunner:
         return logits.float()
 
     def _run_with_pictures(self, pictures: PictureInputs, slot: int, tokens: Tensor) -> Tensor:
-        """Return what `_run` returns, for a model that reads pictures."""
         start, cache = 0, None
         if self._caches[slot] is not None:
             before, cache = self._caches[slot]

@@ -14,14 +14,12 @@ from unstale.model.gpu_kernels import GpuKernels, device_of
 
 MIN_ROWS = 16
 """Smallest number of rows in a matrix product of Triton. The query heads that share a key head are
-padded to this number.
+padded to this number of rows.
 """
 
 
 class TritonParts:
-    """The parts of a decoder layer between the matrix products (`LayerParts`), computed by Triton
-    kernels.
-    """
+    """The parts of a decoder layer besides the matrix products (`LayerParts`), by Triton."""
 
     def __init__(self, kv_heads: int, rotations: Tensor, eps: float) -> None:
         self._kv_heads = kv_heads

@@ -1,4 +1,4 @@
-"""CUDA graphs of decoding steps: a step is one kernel launch instead of hundreds."""
+"""CUDA graphs of decoding steps. With them, a step needs one kernel launch instead of hundreds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +10,17 @@ from torch import Tensor
 from unstale.engines.embedded.pages import Inputs, StepShape
 
 _MAX_GRAPHS = 256
-"""Largest number of CUDA graphs to keep, because each takes GPU memory. The least recently used one
-is dropped first.
+"""Largest number of CUDA graphs to keep, because each takes GPU memory. Beyond it, the least
+recently used one is dropped.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     flat: Tensor
-    """The graph's input tensor, into which the input of a step is copied before the graph is
-    replayed.
-    """
+    """The input tensor of the graph. A step's input is copied into it before a replay."""
     logits: Tensor
-    """The graph's output tensor, the logits. The next replay overwrites it."""
+    """The output tensor of the graph, the logits. The next replay overwrites it."""
     replay: Callable[[], None]
 
 
@@ -43,9 +41,7 @@ class Graphs:
         return len(self._captured)
 
     def clear(self) -> None:
-        """Drop all graphs. Call this when the weights or the KV cache have moved to another
-        address.
-        """
+        """Drop all graphs. Call this when the weights or the KV cache are at another address."""
         self._captured.clear()
         self._pool = None
 

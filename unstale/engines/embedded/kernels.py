@@ -1,6 +1,6 @@
-"""The functions of `kernels.c`, which is compiled once for each machine and model shape.
+"""The functions of `kernels.c`, which is compiled once for each machine and each shape of model.
 
-In each layer of a model, four of these functions replace twenty operations of torch.
+Four of these functions replace twenty operations of torch in each layer.
 """
 
 import ctypes
@@ -16,18 +16,18 @@ from unstale.native import compile_library
 
 SOURCE = Path(__file__).with_name("kernels.c")
 RUNS_A_THREAD = 16
-"""Smallest number of work items for each thread. With fewer, another thread saves no time."""
+"""Smallest number of work items per thread. With fewer items, another thread saves no time."""
 
 
 class Kernels:
     """The compiled functions of `kernels.c`, as attributes.
 
     The arguments of a function are ints, floats, and contiguous tensors on the CPU. Other tensors
-    raise ValueError. dtypes are not checked, so the caller must pass the right ones.
+    raise ValueError. The dtypes of tensors are not checked, so the caller must pass the right ones.
     """
 
     def __init__(self, source: Path = SOURCE, /, **shape: int) -> None:
-        """Compile `source`. The sizes of the model in `shape` become C macros.
+        """Compile `source`. `shape` has sizes of the model, which become C macros.
 
         Raises NotCompiled or OSError, as `compile_library` does.
         """
@@ -62,8 +62,8 @@ def divided(helpers: ThreadPoolExecutor, work: Callable[[int, int], None], count
     """Divide `range(count)` into equal parts, and call `work(first, last)` for each in its own
     thread.
 
-    At most torch's number of threads are used, and each gets about `RUNS_A_THREAD` items or more.
-    `work` must release the interpreter lock.
+    There are at most as many threads as torch uses, and each gets about `RUNS_A_THREAD` items or
+    more. `work` must release the interpreter lock.
     """
     parts = min(torch.get_num_threads(), -(-count // RUNS_A_THREAD))
     cuts = [count * part // parts for part in range(parts + 1)]

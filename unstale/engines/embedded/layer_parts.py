@@ -1,4 +1,4 @@
-"""The parts of a decoder layer between the matrix products: norms, attention, activation.
+"""The parts of a decoder layer other than the matrix products: norms, attention, activation.
 
 The KV cache is paged. `TorchParts` computes the parts with torch's operations on any device.
 `gpu_kernels.py` computes the same with Triton kernels on a GPU.
@@ -13,9 +13,7 @@ from torch import Tensor
 from unstale.engines.embedded.pages import PAGE, Inputs
 
 MAX_KEYS = 1 << 15
-"""Largest number of keys that `TorchParts` copies at once for several sequences, padding
-included.
-"""
+"""Largest number of keys that `TorchParts` copies at once for several sequences, with padding."""
 Cache = tuple[Tensor, Tensor]
 """The cache of a layer: a tensor of keys `[pages * kv_heads, head_dim, PAGE]`, and one of values
 `[pages * kv_heads, PAGE, head_dim]`.
@@ -23,16 +21,16 @@ Cache = tuple[Tensor, Tensor]
 
 
 class LayerParts(Protocol):
-    """The parts of a decoder layer between the matrix products, for a batch of T tokens.
+    """The parts of a decoder layer other than the matrix products, for a batch of T tokens.
 
     The first R tokens are rows: a row is the newest token of a sequence that is being sampled. The
-    other tokens are from prompts.
+    other tokens are parts of prompts.
     """
 
     def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
-        """Add `more` (None: nothing) to `x` `[T, width]`, in place.
+        """Add `more` to `x` `[T, width]`, in place, unless it is None.
 
-        Return the RMS norm of the sum times `weight`, `[T, width]`.
+        Return the RMS norm of the sum, times `weight`, `[T, width]`.
         """
         ...
 
@@ -47,15 +45,16 @@ class LayerParts(Protocol):
     def attend_rows(self, query: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
         """Return the attention output of the R rows, `[R, heads * head_dim]`.
 
-        A row is the newest token of a sequence. It attends to its sequence, whose keys and values,
-        its own included, must be in the cache. `query` is `[R, heads, head_dim]` and includes the
-        softmax scale.
+        A row is the newest token of a sequence, and attends to the whole sequence. The keys and
+        values of the sequence, the row's included, must be in the cache. `query` is `[R, heads,
+        head_dim]` and includes the softmax scale.
         """
         ...
 
     def gated(self, both: Tensor) -> Tensor:
-        """Return `silu(gate) * up`, `[T, width]`. Each row of `both` `[T, 2 * width]` has `gate`,
-        then `up`.
+        """Return `silu(gate) * up`, `[T, width]`.
+
+        Each row of `both` `[T, 2 * width]` has `gate`, then `up`.
         """
         ...
 
@@ -116,7 +115,7 @@ def attend_blocks(
     """Return the attention output of prompt tokens, `[tokens, heads * head_dim]`.
 
     Prompts are cut into blocks of `pages.BLOCK` tokens. `query` `[T, heads, head_dim]` has the
-    queries of all tokens in the batch. `mask` is the result of `mask_later` for the blocks.
+    queries of all T tokens in the batch. `mask` is the result of `mask_later` for the blocks.
     """
     return _attend(query[inputs.lanes], mask, inputs.reached, cache, kv_heads)[inputs.spots]
 
@@ -125,8 +124,9 @@ def mask_later(positions: Tensor, pages: Tensor, group: int, dtype: torch.dtype)
     """Return a mask to add to attention scores: -inf for keys after the query, 0 for the others.
 
     The mask is `[N, 1, group * L, P * PAGE]` for N sequences, each with L queries and P cache
-    pages. `positions` `[N, L]` has the positions of the queries. `pages` `[N, P]` has the first
-    pages of each sequence. `group` is the number of query heads for each key head.
+    pages. `positions` `[N, L]` has the positions of the queries in their sequences. `pages` `[N,
+    P]` has the first P pages of each sequence. `group` is the number of query heads for each key
+    head.
     """
     later = torch.arange(pages.shape[1] * PAGE, device=positions.device) > positions[..., None]
     mask = torch.zeros(later.shape, dtype=dtype, device=positions.device)

@@ -1,6 +1,6 @@
 """A decoding step of a Qwen3 model in one call of `decoder.c`.
 
-For small models, calling a matrix library from Python takes longer than the matrix products.
+With a small model, calling a matrix library from Python takes longer than the matrix products.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ SOURCE = Path(__file__).with_name("decoder.c")
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The sizes of a model that `decoder.c` gets at run time. Other sizes are C macros."""
+    """The sizes of a model that `decoder.c` gets as arguments. Other sizes are C macros."""
 
     hidden: int
     inner: int
@@ -86,7 +86,7 @@ class OneCall:
         self._dtype = dtype
         self._step = _Step(hidden=sizes.hidden, inner=sizes.inner, vocab=sizes.vocab, eps=sizes.eps)
         self._kept: list[Tensor] = []
-        """The tensors to which `_step` has pointers. Without this list they would be freed."""
+        """The tensors to which `_step` has pointers. The list keeps them from being freed."""
         self._layers = torch.empty(0)
         self._memory: dict[str, Tensor] = {}
         self._capacity = self._threads = 0
@@ -115,8 +115,10 @@ class OneCall:
         return self.pack(torch.cat(both, dim=1).flatten(0, 1))
 
     def load(self, embed: Tensor, head: Tensor, norm: Tensor, rotations: Tensor) -> None:
-        """Set the weights that belong to no layer. `head` must be the result of `pack`, and `norm`
-        float32.
+        """Set the weights outside of layers: the embedding, the output head, the last norm, and the
+        rotary factors.
+
+        `head` must be the result of `pack`, and `norm` float32.
         """
         self._kept = [embed, head, norm, rotations]
         step = self._step
@@ -125,17 +127,18 @@ class OneCall:
     def load_layers(self, layers: Sequence[Sequence[Tensor]]) -> None:
         """Set the weights and KV caches of all layers.
 
-        Each layer lists its tensors in the order of the C struct `layer_` of `decoder.c`. Only
-        pointers are stored, so the caller must keep the tensors alive.
+        Each item of `layers` has the tensors of a layer, in the order of the C struct `layer_` of
+        `decoder.c`. Only pointers are stored, so the caller must keep the tensors alive.
         """
         self._layers = torch.tensor([[each.data_ptr() for each in layer] for layer in layers])
         self._step.layers = self._layers.data_ptr()
         self._step.num_layers = len(layers)
 
     def run(self, tokens: StepTokens, helpers: ThreadPoolExecutor) -> Tensor:
-        """Compute a forward pass, with threads of `helpers`.
+        """Compute a forward pass, with the threads of `helpers`.
 
-        Return float32 logits `[len(tokens.ends), vocab]` of the tokens that follow `tokens.ends`.
+        Return float32 logits `[len(tokens.ends), vocab]`: those after each of the tokens
+        `tokens.ends`.
         """
         count = len(tokens.tokens)
         threads = torch.get_num_threads()

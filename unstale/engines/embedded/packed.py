@@ -6,8 +6,9 @@ function writes keys and values to cache pages, and lets each sequence attend to
 Sequences with the same first tokens share pages, as in `decoder.py`.
 
 The masks that transformers makes show to which tokens a layer attends: all earlier ones, or a
-sliding window. When a runner is made, a test shows if the rest of the model keeps packed sequences
-apart: a packed pass must give the logits of a plain one, in float32 and in the engine's precision.
+sliding window. When a runner is made, a test checks that the rest of the model keeps packed
+sequences apart: the logits of a packed pass must equal those of a plain one, in float32 and in the
+engine's precision.
 """
 
 import inspect
@@ -42,53 +43,45 @@ from unstale.native import NotCompiled
 PACKED = "unstale_paged"
 """The name under which this module's attention is registered with transformers."""
 _SURVEY = "unstale_survey"
-"""The name of an attention function that computes nothing and records the layers that call it."""
+"""The name under which `_Survey`, which computes no attention, is registered with transformers."""
 _LANES = 16
 """Width of a CPU vector, in numbers. Head sizes are padded to a multiple of it."""
 
 
 class CannotPack(ValueError):
-    """Error: a model cannot compute several sequences in one forward pass. The text gives the
-    reason.
-    """
+    """Error: a model cannot compute several sequences in one forward pass, for the given reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The sizes of one attention layer."""
-
     heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int
-    """Number of tokens to which a query attends, its own included. 0: all earlier tokens."""
+    """Number of tokens to which a query attends, its own included. 0 means all earlier tokens."""
 
     @property
     def width(self) -> int:
-        """The size of a head in the cache: a multiple of the CPU's vector width, reached by
-        zeros.
-        """
+        """The size of a head in the cache, padded to a multiple of the CPU's vector width."""
         return -(-max(self.key_dim, self.value_dim) // _LANES) * _LANES
 
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """The parameters with which attention scores are computed from queries and keys."""
-
     scale: float
     cap: float
-    """Soft cap of the scores. 0 if there is none."""
+    """Soft cap of the attention scores (logits are `cap * tanh(logits / cap)`). 0 without a cap."""
     sinks: Tensor
     """Attention sinks `[heads]` in float32: a further score for each head, whose value is zero.
     Empty without sinks.
     """
     window: int
-    """Number of tokens to which a query attends, its own included. 0: all earlier tokens."""
+    """Number of tokens to which a query attends, its own included. 0 means all earlier tokens."""
 
 
 class _Survey:
-    """An attention function that records which layers call it in a forward pass, in order."""
+    """An attention function that computes nothing, and records its calling layers in order."""
 
     def __init__(self, max_context: int) -> None:
         self._max_context = max_context
@@ -97,8 +90,8 @@ class _Survey:
     def mask(self, mask_function: Callable[..., Any], **options: Any) -> Tensor:
         """Return the number of tokens in a mask's sliding window, as a tensor `[1, 1, 1, 1]`.
 
-        `mask_function` is a mask of transformers. The result is 0 if all earlier tokens are
-        attended to. Raises CannotPack for a mask that is not causal, or whose window depends on the
+        `mask_function` is a mask of transformers. The result is 0 if the mask allows all earlier
+        tokens. Raises CannotPack for a mask that is not causal, or whose window depends on the
         position.
         """
         try:
@@ -148,7 +141,7 @@ class _Pages(PagedCache):
             )
 
     def begin(self, step: Step) -> None:
-        """Assign cache pages to the tokens of a forward pass. Its layers then call `attend`."""
+        """Assign cache pages to the tokens of a forward pass. Then its layers call `attend`."""
         self._step = step
         self._cells = torch.from_numpy(placed(step, self.pages))
         self.reserve()
@@ -196,9 +189,7 @@ class _Pages(PagedCache):
         divided(self._helpers, work, self._runs.shape[1])
 
     def _by_torch(self, index: int, rows: list[Tensor], mixed: Tensor, how: _Scores) -> None:
-        """Write the cache and the attention output `mixed` with torch's operations, like
-        `_by_kernels`.
-        """
+        """Do the same as `_by_kernels` with torch: write the cache and the output `mixed`."""
         query, key, value = rows
         page, offset = self._cells // PAGE, self._cells % PAGE
         self.keys[index][page, :, :, offset] = key
@@ -221,8 +212,8 @@ class _Pages(PagedCache):
 def _attention(query: Tensor, key: Tensor, value: Tensor, at: Tensor, how: _Scores) -> Tensor:
     """Return the attention output `[B, n, kv_heads, repeats, width]` in float32.
 
-    `query` has the same shape. `key` is `[B, kv_heads, width, length]`, and `value` is
-    `[B, kv_heads, length, width]`. `at` `[B, n]` has the positions of the queries.
+    `query` has the same shape. `key` is `[B, kv_heads, width, length]`, and `value` is `[B,
+    kv_heads, length, width]`. `at` `[B, n]` has the positions of the queries in their sequences.
     """
     scores = torch.einsum("bnkrd,bkdl->bnkrl", query.float() * how.scale, key.float())
     if how.cap:
@@ -240,7 +231,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, at: Tensor, how: _Scor
 
 
 def _compiled(layer: _Layer, dtype: torch.dtype) -> Kernels:
-    """Return the kernels of a layer. Raises NotCompiled for a dtype that they cannot read."""
+    """Return the compiled attention of a layer. Raises NotCompiled for a dtype it cannot read."""
     if dtype not in (torch.float32, torch.bfloat16):
         raise NotCompiled(f"they read float32 and bfloat16, not {dtype}")
     macros = {
@@ -303,9 +294,7 @@ class _PreparedLinear(nn.Linear):
 
 
 class PackedRunner:
-    """A `Runner` of transformers models: one forward pass for all sequences, with a paged KV
-    cache.
-    """
+    """A `Runner` of transformers models: one forward pass for all sequences, with a paged cache."""
 
     keeps_beginnings = True
 
@@ -320,11 +309,10 @@ class PackedRunner:
         quantise: str = "none",
         base: Base | None = None,
     ) -> None:
-        """Load the model in `folder` and test it. Raises CannotPack if packing sequences changes
-        its logits.
+        """Load the model in `folder` and test it.
 
         With `base`, the runner uses these base weights, and adds LoRA adapters of several versions
-        to the outputs of layers.
+        to the outputs of layers. Raises CannotPack if packing sequences changes the model's logits.
         """
         model = load_model(folder, torch.float32, attn_implementation="eager").eval()
         self.name = f"transformers {type(model).__name__}, packed"
@@ -350,11 +338,12 @@ class PackedRunner:
             self.adapters = VersionedAdapters(model, dtype=dtype, scale=base.scale)
 
     def _take(self, model: PreTrainedModel, max_context: int, exact: Probe | None = None) -> Probe:
-        """Set the model to run. Compare its logits on packed sequences with those of a plain
-        forward pass.
+        """Set the model to run, and test it: compare its logits on packed sequences with plain
+        passes.
 
-        Return those of the plain pass (`Probe`). `exact` is the probe of the same model in float32,
-        or None if this model is in float32. Raises CannotPack if the logits differ.
+        Return the `Probe` with the logits of the plain passes. `exact` is the probe of the same
+        model in float32, or None if this model is in float32. Raises CannotPack if the logits
+        differ.
         """
         try:
             probe = Probe(model, max_context, exact)
@@ -371,9 +360,7 @@ class PackedRunner:
         return probe
 
     def _prepare(self, model: PreTrainedModel) -> None:
-        """Set the model to run. Replace the weights of its linear layers by copies in oneDNN's
-        layout.
-        """
+        """Set the model to run. Copy the weights of its linear layers to oneDNN's layout."""
         model.set_attn_implementation(PACKED)
         self._model = model
         parameters = dict(model.named_parameters())
@@ -418,7 +405,7 @@ class PackedRunner:
         return self._recorder.take()[: self._count]
 
     def forward(self, step: Step) -> Tensor:
-        """Return the float32 logits of a forward pass, `[R + C, V]`, as `Runner.forward` does."""
+        """Return the float32 logits `[R + C, V]` of a forward pass, as `Runner.forward` does."""
         self.cache.begin(step)
         self._count = len(step.tokens)
         padding = (0, tiled(self._count) - self._count)

@@ -2,7 +2,7 @@
 
 The cache is a pool of pages. A page holds the keys and values of `PAGE` successive tokens of one
 sequence. Sequences can share pages. This module computes indices on the CPU with NumPy. For each
-step, one flat array of them is sent to the device.
+step, they are sent to the device as one flat array.
 """
 
 import heapq
@@ -19,11 +19,11 @@ from unstale.engines.embedded.runner import Step
 PAGE = 64
 """Number of tokens in a page of the KV cache."""
 RUN = 8
-"""Largest number of successive prompt tokens whose attention is computed together. The cached keys
-and values are read once for all of them.
+"""Largest number of successive prompt tokens whose attention is computed together, so that the
+cached keys and values are read once for all of them.
 """
 _FIRST_PAGES = 64
-"""Number of pages in the cache at first. When all are used, the number doubles."""
+"""Initial number of pages in the cache. It is doubled when all pages are used."""
 BLOCK = 32
 """Number of prompt tokens whose queries form one block in batched attention."""
 SPLIT_PAGES = 8
@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 class Pages:
     """The cache pages of all slots. A slot is the part of the cache that holds one sequence.
 
-    Slots can share full pages, but never a page to which one of them writes next. Padding is
+    Slots can share full pages, but never a page to which one of them still writes. Padding is
     written to page 0, which belongs to no slot. Pages with low numbers are used first, so that the
     pool stays small.
     """
@@ -45,7 +45,7 @@ class Pages:
     def __init__(self, max_slots: int, max_context: int) -> None:
         each = -(-max_context // PAGE)
         self.of = np.zeros((max_slots, each), dtype=np.int64)
-        """`[slots, pages]`: the pages of each sequence in order, 0 where there is none."""
+        """`[slots, pages]`: the page numbers of each slot's sequence in order, then zeros."""
         self.count = np.zeros(max_slots, dtype=np.int64)
         self.users = np.zeros(max_slots * each + 1, dtype=np.int64)
         """`[pages]`: the number of slots that use each page."""
@@ -53,14 +53,14 @@ class Pages:
 
     @property
     def span(self) -> int:
-        """The number of pages that the pool must have: the highest used page number, plus 1."""
+        """The number of pages that the pool must have: the highest used page number plus 1."""
         used = np.flatnonzero(self.users)
         return int(used[-1]) + 1 if len(used) else 1
 
     def hold(self, slot: int, length: int) -> tuple[int, int] | None:
-        """Assign to `slot` exactly the pages that `length` tokens need.
+        """Give `slot` exactly the pages that `length` tokens need.
 
-        If the slot's last page is shared and not full, the slot gets a new page instead. The result
+        If the slot's last page is not full and is shared, it is replaced by a new page. The result
         is then (old page, new page), and the caller must copy the contents. Otherwise the result is
         None.
         """
@@ -80,7 +80,7 @@ class Pages:
         return moved
 
     def share(self, source: int, target: int, length: int) -> tuple[int, int] | None:
-        """Make slot `target` start with the first `length` tokens of slot `source`.
+        """Make slot `target` begin with the first `length` tokens of slot `source`.
 
         Full pages are shared. If the last page is not full, the result is (source page, target
         page), and the caller must copy the contents. Otherwise the result is None.
@@ -108,11 +108,11 @@ class Pages:
 
 
 class PagedCache:
-    """The keys and values of all layers in pages, and the pages of each slot.
+    """The keys and values of all layers, in pages, and the pages of each slot.
 
     `keys[layer]` is `[pages, kv_heads, width, PAGE]` and `values[layer]` is `[pages, kv_heads,
-    PAGE, width]`. With this layout, neither matrix product of attention sums over the dimension
-    that is adjacent in memory.
+    PAGE, width]`. With these layouts, neither matrix product of attention sums over the last
+    dimension, whose elements are adjacent in memory.
     """
 
     def __init__(  # noqa: PLR0913 - the limits and where the tensors are
@@ -125,7 +125,7 @@ class PagedCache:
         device: torch.device | None = None,
         on_growth: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make an empty cache. `layers` has (kv_heads, width) of each layer.
+        """Make an empty cache. `layers` has a pair (kv_heads, width) for each layer.
 
         `on_growth` is called before the tensors are replaced by larger ones.
         """
@@ -142,26 +142,57 @@ class PagedCache:
         self._copy(self.pages.hold(slot, count))
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
-        """Begin a slot with tokens of another, as `Runner.copy_prefix` does."""
+        """Begin a slot with tokens of another slot, as `Runner.copy_prefix` does."""
         self._copy(self.pages.share(source, target, count))
 
-    def read(self, slot: int, count: int) -> dict[str, Tensor]:
-        """Return the keys and values of a slot's first `count` tokens, in whole pages."""
-        pages = torch.from_numpy(self.pages.of[slot, : -(-count // PAGE)])
-        pools = enumerate((*self.keys, *self.values))
-        return {str(number): pool[pages.to(pool.device)] for number, pool in pools}
+    @property
+    def layout(self) -> str:
+        """A text that is equal for caches whose tokens have the same bytes in the same order."""
+        shapes = [tuple(keys.shape[1:3]) for keys in self.keys]
+        return f"{self.keys[0].dtype} {shapes}"
 
-    def write(self, slot: int, count: int, parts: Mapping[str, Tensor]) -> None:
-        """Begin a slot with `count` tokens whose keys and values `read` returned elsewhere."""
+    @property
+    def token_bytes(self) -> int:
+        """Size in bytes of the keys and values of one token in all layers."""
+        return sum(2 * each.shape[1] * each.shape[2] * each.element_size() for each in self.keys)
+
+    def read(self, slot: int, count: int) -> Tensor:
+        """Return the keys and values of a slot's first `count` tokens as one buffer of bytes.
+
+        The buffer is in main memory and contiguous, without pages: for each layer the keys
+        `[kv_heads, width, count]`, then the values `[kv_heads, count, width]`.
+        """
+        pages = self._pages_of(slot, count)
+        parts = []
+        for keys, values in zip(self.keys, self.values, strict=True):
+            key = keys[pages].permute(1, 2, 0, 3).flatten(2)
+            value = values[pages].transpose(0, 1).flatten(1, 2)
+            parts += [key[:, :, :count].flatten(), value[:, :count].flatten()]
+        return torch.cat(parts).cpu().view(torch.uint8)
+
+    def write(self, slot: int, count: int, data: Tensor) -> None:
+        """Begin a slot with `count` tokens. `data` is the result of `read`, in any process."""
         self.pages.hold(slot, 0)
         self.pages.hold(slot, count)
         self.reserve()
-        pages = torch.from_numpy(self.pages.of[slot, : -(-count // PAGE)])
-        for number, pool in enumerate((*self.keys, *self.values)):
-            pool[pages.to(pool.device)] = parts[str(number)].to(pool.device)
+        pages = self._pages_of(slot, count)
+        rest = data.view(self.keys[0].dtype).to(self.keys[0].device)
+        for keys, values in zip(self.keys, self.values, strict=True):
+            _, heads, width, _ = keys.shape
+            key, value, rest = rest.tensor_split((heads * width * count, 2 * heads * width * count))
+            padded = keys.new_zeros(heads, width, len(pages) * PAGE)
+            padded[:, :, :count] = key.view(heads, width, count)
+            keys[pages] = padded.view(heads, width, len(pages), PAGE).permute(2, 0, 1, 3)
+            padded = values.new_zeros(heads, len(pages) * PAGE, width)
+            padded[:, :count] = value.view(heads, count, width)
+            values[pages] = padded.view(heads, len(pages), PAGE, width).transpose(0, 1)
+
+    def _pages_of(self, slot: int, count: int) -> Tensor:
+        """Return the numbers of the pages with a slot's first `count` tokens."""
+        return torch.from_numpy(self.pages.of[slot, : -(-count // PAGE)]).to(self.keys[0].device)
 
     def reserve(self) -> None:
-        """Enlarge the tensors to all pages that are in use."""
+        """Enlarge the tensors, if needed, to hold all pages that are in use."""
         needed = self.pages.span
         if needed <= self.num_pages:
             return
@@ -174,7 +205,6 @@ class PagedCache:
                 pools[index][: len(old)] = old
 
     def _copy(self, moved: tuple[int, int] | None) -> None:
-        """Copy the page `moved[0]` to `moved[1]`, unless `moved` is None."""
         self.reserve()
         if moved is not None:
             old, new = moved
@@ -199,8 +229,8 @@ class StepShape(NamedTuple):
     prompt_reach: int = 0
     """Number of pages of the longest sequence that has a chunk."""
     ends: int = 0
-    """Number of tokens after which logits are computed. 0 in a pass without chunks: then logits are
-    computed after all tokens.
+    """Number of tokens after which logits are computed. 0 in a pass without chunks, which computes
+    logits after all tokens.
     """
 
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -229,18 +259,18 @@ class Inputs(NamedTuple):
     """
     positions: Tensor
     cells: Tensor
-    """The place of each token's key and value in the cache: page * PAGE + offset."""
+    """The index of each token's key and value in the cache: page * PAGE + offset in the page."""
     tables: Tensor
-    """`[rows, reach]`: for each row, the pages of its sequence in order. 0 where there is none."""
+    """`[rows, reach]`: for each row, the pages of its sequence in order, then zeros."""
     lanes: Tensor
     """`[blocks, BLOCK]`: the prompt tokens of each attention block, as indices in `tokens`."""
     reached: Tensor
     """`[blocks, prompt_reach]`: the cache pages to which each attention block attends."""
     spots: Tensor
-    """`[chunk tokens]`: the index of each prompt token in the flattened `lanes`."""
+    """`[chunk tokens]`: the index of each prompt token in `lanes`, when `lanes` is flattened."""
     ends: Tensor
-    """`[ends]`: the indices in `tokens` of the tokens after which logits are computed: each row,
-    and the last token of each chunk.
+    """`[ends]`: the tokens after which logits are computed, as indices in `tokens`: each row, and
+    the last token of each chunk.
     """
 
     @classmethod
@@ -259,7 +289,7 @@ def placed(step: Step, pages: Pages) -> Ints:
     """Assign the cache pages that a forward pass needs. Return the cache index of each token,
     `[T]`.
 
-    The index is page * PAGE + offset.
+    The index is page * PAGE + offset in the page.
     """
     rows = step.rows.numpy()
     at = step.positions.numpy()
@@ -277,9 +307,9 @@ def placed(step: Step, pages: Pages) -> Ints:
 def runs(step: Step, pages: Pages, most: int) -> Tensor:
     """Cut the tokens of a forward pass into runs: up to `most` successive tokens of one sequence.
 
-    Return an array `[4, runs]`: each run's start in `step.tokens`, its length, its slot, and its
-    start in the sequence. Runs of sequences that share their first page are adjacent, so that the
-    page stays in the CPU's cache.
+    Return an array `[4, runs]`. A column has the run's start in `step.tokens`, its length, its
+    slot, and its start in the sequence. Runs of sequences that share their first page are adjacent,
+    so that the page stays in the CPU's cache.
     """
     count = len(step.rows)
     rows = step.rows.numpy()
@@ -325,10 +355,9 @@ def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
 
 
 def _blocks(step: Step, pages: Pages, *, start: int) -> dict[str, Ints]:
-    """Cut prompt chunks into attention blocks. Return the arrays of `Inputs` that concern only
-    chunks.
+    """Cut prompt chunks into attention blocks. Return the arrays of `Inputs` that are about chunks.
 
-    `start` is the index of the first chunk's first token in `Inputs.tokens`.
+    `start` is the index in `Inputs.tokens` of the first token of a chunk.
     """
     lanes = []
     reached = []

@@ -1,7 +1,7 @@
 """Routed experts of replies, exchanged in files: messages of megabytes would block the event loop.
 
-Routed experts are the experts that an MoE model chose for each token. The engine process writes a
-file of them for each reply. The run's process reads and removes it.
+Routed experts are the experts that an MoE model chose for each token. The engine's process writes a
+file of them for each reply. The run's process reads and removes the file.
 """
 
 import math
@@ -23,7 +23,7 @@ _PREFIX = "unstale-routes-"
 
 
 class PostedExperts:
-    """A temporary folder with a file of routed experts for each reply whose file was not read yet.
+    """A temporary folder with the files of routed experts that the run's process has not read yet.
 
     If this process is killed, the next process of the same user removes the folder.
     """
@@ -40,7 +40,7 @@ class PostedExperts:
         """Return a reply's routed experts from the token `first` on, and remove their file.
 
         `reply` is the reply's number, and `about` the list that `post` returned for it. The call
-        takes milliseconds, so make it in a thread. Raises OSError if the file is missing or
+        takes milliseconds, so it must be made in a thread. Raises OSError if the file is missing or
         incomplete.
         """
         dtype, rows, *shape = about
@@ -58,10 +58,10 @@ class PostedExperts:
         _file(self.folder, reply).unlink(missing_ok=True)
 
     def clear(self, arrived: Collection[int]) -> None:
-        """Remove all files except those of the reply numbers in `arrived`.
+        """Remove all files, except those of the replies whose numbers are in `arrived`.
 
-        Call this after the engine process has ended: the messages of other replies will never
-        arrive.
+        Call this after the engine's process has ended, because messages about the other replies
+        cannot arrive.
         """
         kept = {_file(self.folder, reply) for reply in arrived}
         for path in self.folder.iterdir():
@@ -73,10 +73,10 @@ class PostedExperts:
 
 
 def post(folder: str, reply: int, experts: "Experts") -> list[Any]:
-    """Write the routed experts of a reply to a file. Return the name of their dtype and their
+    """Write the routed experts of a reply to a file. Return the name of their dtype, and their
     sizes.
 
-    The engine process sends this list in the reply's message.
+    The engine's process sends this list in the reply's message.
     """
     experts.tofile(_file(Path(folder), reply))
     return [str(experts.dtype), *experts.shape]

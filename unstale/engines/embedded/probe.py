@@ -1,12 +1,12 @@
 """A test of a new runner: its logits must be the same as those of a plain forward pass.
 
 Three short sequences are computed in parts, together and with a shared prefix. A fourth sequence
-has one token at the last position. It shows if the positions of one sequence change another, as
+has one token, at the last position. It shows if the position of one sequence affects another, as
 with rotary embeddings that are scaled by the longest position of a pass.
 
 In float32 the logits must agree at all positions. In a model with experts they may differ at a
 quarter of the positions, because rounding may change the choice of an expert. In bfloat16 the
-runner is compared with the plain float32 pass. Its error may be little more than that of a plain
+runner is compared with the plain float32 pass. Its error may be little larger than that of a plain
 bfloat16 pass.
 """
 
@@ -39,28 +39,26 @@ of the position's largest logit in the plain pass.
 """
 _NATS = 1e-3
 """Largest allowed difference between a runner's log-probability and that of a plain forward pass,
-in nats. Needed in addition to `_SHARE`, because logits can be large.
+in nats. `_SHARE` is not enough, because logits can be large.
 """
 _ROUNDINGS = 32.0
 """With `strict`, the largest allowed difference of log-probabilities, as a multiple of the rounding
-error of a plain pass (measured against float64).
+error of a plain pass (its difference from float64).
 """
 _OUTLIERS = 0.25
-"""Share of positions at which the logits of a model with experts may differ by more than is
-allowed.
-"""
+"""Share of positions at which logits of a model with experts may differ by more than allowed."""
 _ROUNDING = 4.0
 """Largest allowed error of a runner in bfloat16, as a multiple of the error of a plain forward pass
 in bfloat16. Both errors are random and of similar size.
 """
 _LEAST_ROUNDING = 0.01
-"""Error in bfloat16 that is allowed in addition to `_ROUNDING`, as a share of a position's largest
-logit.
+"""Error in bfloat16 that is allowed in addition to `_ROUNDING` times the plain pass's error, as a
+share of a position's largest logit.
 """
 
 
 class Probe:
-    """Test sequences for a runner, and the logits of a plain forward pass on them.
+    """Test sequences for a runner, and the logits of plain forward passes on them.
 
     A plain pass computes one sequence without a cache.
     """
@@ -77,8 +75,8 @@ class Probe:
         """Compute the logits of `model` in plain forward passes.
 
         `exact` is the probe of the same model in float32, or None if this model is in float32. With
-        `strict`, a float32 runner may differ from the plain pass only by a few of its rounding
-        errors.
+        `strict`, a float32 runner may differ from the plain pass by at most `_ROUNDINGS` times the
+        plain pass's rounding error.
         """
         config = model.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
@@ -95,12 +93,12 @@ class Probe:
         ]
         self._nats = min(_NATS, _ROUNDINGS * self._rounding(model)) if strict else _NATS
         self.warning = ""
-        """A message if a model with experts differed at some positions, but at few enough. Set by
-        `error`.
+        """A message if a model with experts differed at some positions, but at few enough to pass.
+        `error` sets it.
         """
 
     def _rounding(self, model: PreTrainedModel) -> float:
-        """Return the largest rounding error of a log-probability in a plain float32 pass, in
+        """Return the largest rounding error of log-probabilities in a float32 plain pass, in
         nats.
         """
         with in_precision(model, torch.float64):
@@ -113,10 +111,10 @@ class Probe:
 
     @torch.no_grad()
     def error(self, runner: Runner) -> str:
-        """Return a message if a runner's logits differ from those of the plain pass, else "".
+        """Return a message if a runner's logits differ from those of the plain passes, else "".
 
-        The runner must be new and have `SLOTS` slots. Logits that are not finite also give a
-        message.
+        The runner must be new and have `SLOTS` slots. A message is also returned if logits are not
+        finite.
         """
         end = self._tokens.shape[1] - 1
         cut = end // 2
@@ -158,8 +156,8 @@ class Probe:
         return self._rounded(logits, plain, exact)
 
     def _compared(self, logits: Tensor, plain: Tensor) -> str:
-        """Return a message if float32 `logits` of a runner differ from `plain`, those of a plain
-        pass.
+        """Return a message if a runner's float32 `logits` differ from those of plain passes
+        (`plain`).
 
         Both are `[positions, V]`. Return "" if the difference is allowed.
         """
@@ -177,11 +175,12 @@ class Probe:
         return ""
 
     def _rounded(self, logits: Tensor, plain: Tensor, exact: Tensor) -> str:
-        """Return a message if bfloat16 `logits` of a runner are much less exact than those of a
-        plain pass.
+        """Return a message if a runner's bfloat16 `logits` have much larger errors than plain
+        passes.
 
-        `plain` are the bfloat16 logits of the plain pass. Errors are measured against `exact`, the
-        logits of a plain float32 pass. All are `[positions, V]`. Return "" if the error is allowed.
+        `plain` are the bfloat16 logits of plain passes. Errors are differences from `exact`, the
+        logits of plain float32 passes. All are `[positions, V]`. Return "" if the errors are
+        allowed.
         """
         rank = 1.0 - _OUTLIERS if self._has_experts else 1.0
         error, usual = (
@@ -197,7 +196,5 @@ class Probe:
 
 
 def _shares(logits: Tensor, exact: Tensor) -> Tensor:
-    """Return the largest error of each position's `logits`, as a share of the position's largest
-    exact logit.
-    """
+    """Return each position's largest error of `logits`, as a share of its largest exact logit."""
     return (logits - exact).abs().amax(-1) / exact.abs().amax(-1).clamp_min(1e-30)

@@ -1,4 +1,4 @@
-"""A forward pass of the trainer's model, which checks the log-probabilities of a server."""
+"""A forward pass of the trainer's model, to check the log-probabilities of a server."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,8 @@ class ReferenceModel:
 
     `max_positions` is the longest sequence that the model's configuration allows, or None. With
     `merging`, updates are LoRA adapters, which `cast` adds to the base weights in `folder`. Like
-    the engine, `logps` rounds weights and activations to the format `quantise`. `cast` does not.
+    the engine, `logps` rounds weights and activations to the number format `quantise`. `cast` does
+    not.
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class ReferenceModel:
         self._model = _without_memory(model)
 
     def routed_layers(self) -> tuple[bool, ...]:
-        """Return for each layer True if it has a router that chooses experts.
+        """Return for each layer whether it has a router that chooses experts.
 
         Raises ConfigError if no layer has one.
         """
         return routed_layers(self._model)
 
     def cast(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the full weights of an update, converted to the engine's precision.
+        """Return an update's weights, LoRA adapters merged, in the engine's precision.
 
         Tied weights appear once. Raises ValueError if names or shapes of the update do not fit the
         model.
@@ -77,8 +78,8 @@ class ReferenceModel:
         """Return the log-probabilities in nats of all `tokens` except the first, `[T - 1]`, on the
         CPU.
 
-        `weights` must be a result of `cast`. `kept_sets` are those of the last tokens, over which
-        their log-probabilities are taken.
+        `weights` must be a result of `cast`. `kept_sets` has the sets to which the last tokens were
+        truncated. Their log-probabilities are over these sets.
         """
         device = next(iter(weights.values())).device
         row = torch.tensor([tokens], device=device)
@@ -98,7 +99,6 @@ class ReferenceModel:
 
 
 def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
-    """Free the memory of the model's parameters, in place. Return the model."""
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

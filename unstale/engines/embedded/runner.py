@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Chunk:
     """A part of a prompt: the tokens `start` to `end` - 1 of the sequence in `slot`.
 
-    All tokens before `start` must be cached. A slot is the part of the cache that holds one
+    All tokens before `start` must be in the cache. A slot is the part of the cache that holds one
     sequence.
     """
 
@@ -32,7 +32,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The input of one forward pass: R rows, then C chunks, with T tokens in all.
+    """The input of one forward pass: R rows, then C chunks, with a total of T tokens.
 
     A row is the newest token of a sequence that is being sampled. A chunk is a part of a prompt.
     """
@@ -41,25 +41,19 @@ class Step:
     """`[R]`: the slot of each row. A slot is the part of the cache that holds one sequence."""
     chunks: tuple[Chunk, ...]
     tokens: Tensor
-    """`[T]`: the tokens, first those of rows, then those of chunks."""
+    """`[T]`: the token ids, first those of rows, then those of chunks."""
     positions: Tensor
     """`[T]`: the position of each token in its sequence."""
     versions: Tensor | None = None
-    """`[T]`: the version of the LoRA adapters for each token.
-
-    None if the runner adds no adapters.
-    """
+    """`[T]`: the version of the LoRA adapters for each token. None without adapters."""
 
     @property
     def longest(self) -> int:
-        """The length of the longest sequence that has a row, with the row's token.
-
-        0 without rows.
-        """
+        """The length of the longest sequence that has a row, the row included. 0 without rows."""
         return int(self.positions[: len(self.rows)].max()) + 1 if len(self.rows) else 0
 
     def spans(self) -> list[tuple[Chunk, slice]]:
-        """Return each chunk with the slice of its tokens in `tokens`."""
+        """Return each chunk, with the slice of `tokens` that has its tokens."""
         spans = []
         start = len(self.rows)
         for chunk in self.chunks:
@@ -78,12 +72,12 @@ class Runner(Protocol):
     name: str
     """Name of the code that computes the model, such as "qwen3 decoder", for messages."""
     warning: str
-    """A message to the user that gives the reason why decoding is slow. Empty if it is fast."""
+    """A message to the user with the reason why decoding is slow. Empty if it is fast."""
     vocab_size: int
     keeps_beginnings: bool
-    """True if the cache of a sequence can be cut to any of its beginnings. A recurrent layer has
-    only the state after the last token: then `keep` receives 0 or all cached tokens, and
-    `copy_prefix` is not called.
+    """True if the cache of a sequence can be cut to any of its beginnings. False with recurrent
+    layers, which have only the state after the last token: then `keep` receives 0 or all cached
+    tokens, and `copy_prefix` is not called.
     """
 
     @property
@@ -93,21 +87,20 @@ class Runner(Protocol):
 
     @property
     def adapters(self) -> VersionedAdapters | None:
-        """The LoRA adapters that are added to the outputs of layers. None if updates have full
-        weights.
-        """
+        """The LoRA adapters added to the outputs of layers. None if updates have full weights."""
         ...
 
     def forward(self, step: Step) -> Tensor:
         """Compute a forward pass, and add the keys and values of its T tokens to the cache.
 
-        Return float32 logits of the next token, `[R + C, V]`, for R rows and C chunks. The first R
-        follow the rows. The others follow the last token of each chunk.
+        Return float32 logits, `[R + C, V]`, for the R rows and C chunks of `step`. The first R are
+        those of the token that follows each row. The other C are those of the token that follows
+        each chunk.
         """
         ...
 
     def keep(self, slot: int, count: int) -> None:
-        """Keep the first `count` cached tokens of `slot`. The memory of later ones may be freed."""
+        """Keep the first `count` cached tokens of `slot`. Memory of later ones may be freed."""
         ...
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
@@ -119,8 +112,7 @@ class Runner(Protocol):
         ...
 
     def take_experts(self) -> Tensor:
-        """Return the experts that the last forward pass chose, `[T, layers, k]`: k for each token
-        and layer.
+        """Return the k experts that the last forward pass chose for each token, `[T, layers, k]`.
 
         If the runner records experts, the caller must call this after each pass.
         """
@@ -128,8 +120,7 @@ class Runner(Protocol):
 
 
 def warning_with_gpu(architecture: str) -> str:
-    """Return a warning that models of this architecture are decoded on the CPU although there is a
-    GPU.
+    """Return a warning that models of this architecture run on the CPU although there is a GPU.
 
     Return "" if there is no GPU.
     """
@@ -142,7 +133,7 @@ def warning_with_gpu(architecture: str) -> str:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Return the name of each tied weight, with that of the parameter whose memory it shares."""
+    """Return the names of tied weights, each with the parameter whose memory it shares."""
     parameters = dict(model.named_parameters())
     names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
     return {
@@ -155,9 +146,9 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 class ModelWeights:
     """The names and shapes of a model's parameters and buffers, by which `take` checks updates.
 
-    Create it before a runner changes the shapes of the model's parameters. `quantise` is the format
-    to which weights are rounded (`unstale.model.quantisation`). Updates do not have the parameters
-    named in `frozen`.
+    Create it before a runner changes the shapes of the model's parameters. `quantise` is the number
+    format to which weights are rounded (`unstale.model.quantisation`). Updates leave out the
+    parameters that are named in `frozen`.
     """
 
     def __init__(self, model: nn.Module, quantise: str, frozen: Collection[str] = ()) -> None:
@@ -171,11 +162,11 @@ class ModelWeights:
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
     def take(self, update: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Copy the buffers of an update into the model.
+        """Copy the buffers of an update into the model. Yield its parameters.
 
-        Yield each parameter's name, the parameter, and its new value, rounded to `quantise`. An
-        update may leave out buffers. Raises ValueError, and changes nothing, if names or shapes do
-        not fit.
+        For each parameter, yield its name, the parameter, and the new value, rounded to `quantise`.
+        An update may leave out buffers. Raises ValueError, and changes nothing, if names or shapes
+        do not fit.
         """
         buffers = self._buffers.keys() & update.keys()
         shapes = self._shapes | {name: self._buffers[name].shape for name in buffers}
@@ -193,8 +184,8 @@ def check_update(
 ) -> None:
     """Raise ValueError for weights that do not fit a model.
 
-    `shapes` has the shape of every parameter. `tied` maps the name of each tied weight to that of
-    the parameter whose values it has. Tied weights may be left out of the update.
+    `shapes` has the shape of every parameter. `tied` maps the name of each tied weight to the name
+    of the parameter whose values it has. Tied weights may be left out of the update.
 
     >>> check_update({"a": torch.zeros(2)}, {"a": (2,), "b": (3,)}, {})
     Traceback (most recent call last):

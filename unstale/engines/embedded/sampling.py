@@ -1,7 +1,7 @@
-"""Sampling of tokens. The random number of a token depends only on the seed and the token's
-position.
+"""Sampling of tokens. A token's random number depends only on the seed and the token's position.
 
-On a CPU, `sampling.c` samples. On other devices, and without a compiler, torch samples the same.
+On a CPU, `sampling.c` samples. On other devices, and without a compiler, torch samples the same
+tokens.
 """
 
 import ctypes
@@ -28,18 +28,18 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = 48
 _SUM_BLOCK = 512
-"""Number of tokens in a block of the vocabulary. Sampling first sums the probabilities of each
-block, then those of one block's tokens. The number is near the square root of a large vocabulary,
-so both sums are short.
+"""Number of tokens in a block of the vocabulary. To sample a token, the probabilities of each block
+are summed, and then those of the tokens in one block. With about the square root of a large
+vocabulary, both sums are short.
 """
 _LEAST_LOGP = -1e30
-"""Finite number in place of minus infinity, so that its product with a probability of 0 is 0."""
+"""Finite number instead of minus infinity, so that its product with a probability of 0 is 0."""
 _NOT_FINITE = "the logits are not finite: check the weights for NaN and infinity"
 
 
 class Drawn(NamedTuple):
-    """Sampled tokens `[B]`, their log-probabilities `[B]` in nats, and the sets they were drawn
-    from.
+    """Sampled tokens `[B]`, their log-probabilities `[B]` in nats, and the sets of tokens that
+    truncated sampling kept.
     """
 
     tokens: NDArray[np.int64]
@@ -53,9 +53,9 @@ class Drawn(NamedTuple):
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return `[B]` uniform random numbers in (0, 1), one for each pair of seed and position.
 
-    Each number is a hash of its seed and position (twice the splitmix64 finaliser), so it does not
-    depend on other tokens of the batch. It has 48 bits. With more bits, its product with a sum of
-    probabilities could be rounded to that sum.
+    Each number is a hash of its seed and position (the splitmix64 finaliser, applied twice), so it
+    does not depend on other tokens of the batch. It has 48 bits. With more bits, its product with a
+    sum of probabilities could be rounded to that sum.
     """
     with np.errstate(over="ignore"):
         stream = _mix(seeds + _GOLDEN)
@@ -72,7 +72,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class Sampler:
     """A callable that draws tokens as `draw` does, with the random numbers of `uniforms`.
 
-    `logit_bias` has pairs of a token and a number, which is added to the token's logit first.
+    `logit_bias` has pairs of a token and a number that is added to the token's logit.
     """
 
     def __init__(self, logit_bias: Sequence[tuple[int, float]] = ()) -> None:
@@ -80,7 +80,7 @@ class Sampler:
         self._bias = torch.tensor([value for _, value in logit_bias])
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self._kept = np.empty((0, 0), np.int32)
-        """`[rows, vocabulary]`: memory for the ids of kept tokens. Most of it is never touched."""
+        """`[rows, vocabulary]`: memory for the ids of kept tokens, most of it never written."""
         self._library: ctypes.CDLL | None = None
         try:
             self._library = library = compile_library(SOURCE, ("-DLANES=16",))
@@ -175,7 +175,8 @@ def _address(array: NDArray[Any]) -> int:
 def truncated(
     logits: Tensor, temperature: Tensor, truncations: Sequence[Truncation]
 ) -> tuple[Tensor, KeptSets]:
-    """Return logits `[B, V]` with minus infinity for tokens that are cut off, and the kept tokens.
+    """Return logits `[B, V]` with minus infinity for tokens that are cut off, and the sets of kept
+    tokens.
 
     `temperature` is `[B]` float32. `truncations` has the limits of each row. A row without limits,
     or at temperature 0, keeps all tokens.
@@ -201,10 +202,10 @@ def truncated(
 def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Return sampled tokens `[B]` and their log-probabilities `[B]` in nats, on the CPU.
 
-    The token is the first at which the cumulative distribution of `logits` `[B, V]` exceeds
-    `noise`, `[B]` float64 in (0, 1). `temperature` is `[B]` float32. At temperature 0 the token is
-    the argmax and its log-probability 0. `logits` may be on any device, the other arguments are on
-    the CPU. Raises FloatingPointError for logits that are not finite.
+    A token is the first at which the cumulative distribution of its row of `logits` `[B, V]`
+    exceeds `noise`, `[B]` float64 in (0, 1). `temperature` is `[B]` float32. At temperature 0 the
+    token is the argmax and its log-probability 0. `logits` may be on any device, the other
+    arguments are on the CPU. Raises FloatingPointError for logits that are not finite.
     """
     greedy = temperature == 0
     if bool((temperature != 1).any()):
@@ -225,12 +226,12 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Te
 
 
 def _inverted(likely: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token `[B, 1]` where each row's cumulative sum exceeds a share of its sum, and the
-    sums.
+    """Return the token `[B, 1]` at which each row's cumulative sum exceeds a share of its whole
+    sum.
 
-    `likely` `[B, V]` has probabilities that need not sum to 1. `noise` `[B, 1]` has the shares, in
-    (0, 1). The block of a token is found first, then the token in the block. So only one block of a
-    row is summed token by token.
+    Also return the whole sums. `likely` `[B, V]` has probabilities that need not sum to 1. `noise`
+    `[B, 1]` has the shares, in (0, 1). The block of a token is found first, then the token in the
+    block. So only one block of a row is summed token by token.
     """
     vocab = likely.shape[1]
     blocks = F.pad(likely, (0, -vocab % _SUM_BLOCK)).unflatten(1, (-1, _SUM_BLOCK))

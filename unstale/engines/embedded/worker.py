@@ -1,14 +1,15 @@
 """The process of the embedded engine: a loop that reads messages, decodes, and sends replies.
 
 Only this loop changes the weights and their version, and only between decoding steps. So the
-version returned with a token is the one that sampled it. The process ends when the run closes its
-end of the socket.
+version that is returned with a token is the version that sampled it. The process ends when the run
+closes its end of the socket.
 """
 
 import json
 import os
 import select
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from unstale.config.files import read_mapping
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
+from unstale.engines.embedded.cache_transfer import CacheReceiver, TransferFailed, send
 from unstale.engines.embedded.decoder import (
     CannotDecode,
     Qwen3Runner,
@@ -37,14 +40,14 @@ from unstale.model.packed_weights import RoundedWeights, pack
 from unstale.pictures import PictureStore
 from unstale.routed_experts import num_experts
 from unstale.weights.child_process import Frames, Header, frame
-from unstale.weights.codec import advance, file_of, loads, tensors_of
+from unstale.weights.codec import advance, loads, tensors_of
 from unstale.weights.gpu_handles import open_handles
 
 _READ_BYTES = 1 << 20
 READY = -1
 """The `id` of the message that a new engine process sends when it can receive commands."""
 TOKEN, LOGP = np.dtype(np.int32), np.dtype(np.float32)
-"""Dtypes of the arrays in the body of a reply message: first the tokens, then their
+"""Dtypes of two arrays in the body of a reply message: first the tokens, then their
 log-probabilities. Kept sets and signals may follow.
 """
 
@@ -52,7 +55,8 @@ log-probabilities. Kept sets and signals may follow.
 def main(descriptor: int, options: str) -> None:
     """Serve an engine over a socket until the run closes it.
 
-    `options` is JSON: the fields of `EngineOptions`, and `experts_folder`.
+    `options` is JSON: the fields of `EngineOptions`, and `experts_folder`, the folder for files of
+    routed experts. `descriptor` is the file descriptor of the socket.
     """
     wanted = json.loads(options)
     torch.set_num_threads(wanted["threads"])
@@ -84,11 +88,11 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
 ) -> Runner:
     """Return the fastest runner for the model in `folder`.
 
-    It is the first that can compute the model: the decoder (`decoder.py`), transformers with packed
-    sequences (`packed.py`), or transformers with one sequence at a time (`fallback.py`). With
-    `is_bitwise`, it is a decoder whose log-probabilities equal the trainer's bit for bit. With
-    `base`, it is transformers with packed sequences, which adds LoRA adapters of several versions
-    to these base weights. `pictures` has the pixels of pictures in requests.
+    It is the first of these that can compute the model: the decoder (`decoder.py`), transformers
+    with packed sequences (`packed.py`), or transformers with one sequence at a time
+    (`fallback.py`). With `is_bitwise`, it is a decoder whose log-probabilities equal the trainer's
+    bit for bit. With `base`, it is transformers with packed sequences, which adds LoRA adapters of
+    several versions to these base weights. `pictures` has the pixels of pictures in requests.
 
     The decoder runs on `device`. By default, this is GPU `number`, modulo the number of GPUs, or
     the CPU if there is none. transformers runs on the CPU. Raises ValueError if no runner computes
@@ -148,8 +152,9 @@ def build_sampler(logit_bias: Sequence[tuple[int, float]], *, is_bitwise: bool) 
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return a model's config.json. If it lacks sizes that the decoder needs, add transformers'
-    defaults.
+    """Return the content of a model's config.json.
+
+    Sizes that the decoder needs and the file lacks are added from transformers' defaults.
     """
     config = read_mapping(folder / "config.json")
     if not supports(config) or names_sizes(config):
@@ -162,8 +167,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _gpu(number: int) -> str:
-    """Return the device `cuda:...` for the engine with this number, and make it torch's current
-    device.
+    """Return the device `cuda:...` for the engine with this number. Make it torch's current device.
 
     Return "cpu" if there is no GPU.
     """
@@ -187,10 +191,13 @@ class _EngineWorker:
         """
         self._lockstep = options["lockstep"]
         self._frames = Frames()
+        self._sending = threading.Lock()
+        """Held while a message is sent to the run's process, because threads send some of them."""
+        self._receiver: CacheReceiver | None = None
         self._reset()
 
     def _reset(self) -> None:
-        """Return to the state of a new process, except that unread messages are kept."""
+        """Return to the state of a new process. Only unread messages are kept."""
         options = self._options
         limits = {"max_slots": options["max_running"], "max_context": options["max_context"]}
         folder = Path(options["model_folder"])
@@ -216,6 +223,8 @@ class _EngineWorker:
             num_experts=experts,
             sampler=build_sampler(options["logit_bias"], is_bitwise=options["bitwise"]),
         )
+        if options["cache_key"] and self._receiver is None:
+            self._receiver = self._open_receiver(runner, records=records)
         self._full_weights: dict[str, Tensor] = {}
         """The weights of the current version as they were received. Empty unless later updates may
         be deltas.
@@ -223,12 +232,27 @@ class _EngineWorker:
         self._running = False
         self._idle_s = 0.0
 
+    def _open_receiver(self, runner: Runner, *, records: bool) -> CacheReceiver:
+        """Return a receiver of caches from other engines.
+
+        Raises ValueError if the cache of this model cannot be sent.
+        """
+        if runner.cache is None or records:
+            why = "without the experts of its tokens" if records else "it is not kept in pages"
+            raise ValueError(
+                f"engine.send_cache must be false: the cache of this policy cannot be sent "
+                f"({runner.name}: {why})"
+            )
+        limit = self._options["max_context"] * (TOKEN.itemsize + runner.cache.token_bytes)
+        return CacheReceiver(self._options["cache_host"], self._options["cache_key"], limit)
+
     @property
     def _working(self) -> bool:
         return self._running and self._batcher.has_work
 
     def serve(self) -> None:
-        """Process messages and run decoding steps in turn, until the connection ends.
+        """Alternate between handling messages and running decoding steps, until the connection
+        ends.
 
         In lockstep, a step is run only when a message asks for it.
         """
@@ -236,15 +260,23 @@ class _EngineWorker:
         model = {"runner": runner.name, "vocab_size": runner.vocab_size, "warning": runner.warning}
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
+        caches = -1
+        if self._receiver:
+            model["cache_port"] = self._receiver.port
+            caches = self._receiver.wake.fileno()
+            poll.register(caches, select.POLLIN)
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send({"op": "done", "id": READY, "error": "", **model})
             while True:
                 must_step = self._working and not self._lockstep
                 start = perf_counter()
-                readable = poll.poll(0 if must_step else None)
+                readable = [found for found, _ in poll.poll(0 if must_step else None)]
                 if not must_step:
                     self._idle_s += perf_counter() - start
-                if readable:
+                if self._receiver and caches in readable:
+                    arrived = self._receiver.take()
+                    arrived.answer(self._batcher.take_cache(arrived.header, arrived.body))
+                if self._connection.fileno() in readable:
                     data = self._connection.recv(_READ_BYTES)
                     if not data:
                         return
@@ -254,22 +286,28 @@ class _EngineWorker:
                     self._reply(self._batcher.step())
 
     def _send(self, header: Header, body: bytes = b"") -> None:
-        """Send a message, with the counters since the last one."""
+        """Send a message, together with the counters since the last message."""
         counters = {**self._batcher.counters, "idle_s": self._idle_s}
         self._batcher.counters.clear()
         self._idle_s = 0.0
-        self._connection.sendall(b"".join(frame({**header, "counters": counters}, [body])))
+        self._send_frame({**header, "counters": counters}, body)
+
+    def _send_frame(self, header: Header, body: bytes = b"") -> None:
+        with self._sending:
+            self._connection.sendall(b"".join(frame(header, [body])))
 
     def _handle(self, header: Header, body: bytearray) -> None:
-        """Handle a message from the run's process.
+        """Handle a message from the run's process. Confirm it, except `sample` and `cancel`.
 
-        Confirm it, unless it is `sample` or `cancel`.
+        A thread confirms `send`.
         """
-        data, error = b"", ""
+        error = ""
         match header["op"]:
             case "sample":
                 number, most, stops, temperature, seed, limits, *others = header["request"]
                 tokens = np.frombuffer(body, TOKEN).tolist()
+                if not (header["waits"] or self._batcher.accepts(tokens)):
+                    return self._send({"op": "rejected", "reply": number})
                 truncation = Truncation(*limits)
                 request = SampleRequest(
                     number, tokens, most, stops, temperature, seed, truncation, *others
@@ -293,21 +331,27 @@ class _EngineWorker:
                 self._batcher.keep_versions(header["versions"])
             case "resume":
                 self._running = True
-            case "send" | "take" as way:
-                data, error = self._pass_cache(way, body)
+            case "send":
+                return self._send_cache(header, np.frombuffer(body, TOKEN))
             case unknown:
                 raise ValueError(f"unknown message {unknown!r}")
-        return self._send({"op": "done", "id": header["id"], "error": error}, data)
+        return self._send({"op": "done", "id": header["id"], "error": error})
 
-    def _pass_cache(self, way: str, body: bytearray) -> tuple[bytes, str]:
-        """Send or take a cached context. Return what is sent, and an error message, or ""."""
-        try:
-            if way == "send":
-                return b"".join(file_of(self._batcher.send_cache(np.frombuffer(body, TOKEN)))), ""
-            self._batcher.take_cache(tensors_of(body))
-        except ValueError as error:
-            return b"", str(error)
-        return b"", ""
+    def _send_cache(self, header: Header, tokens: NDArray[np.int32]) -> None:
+        """Send the cache of a context to another engine, in a thread, which confirms it."""
+        about, parts = self._batcher.send_cache(tokens)
+
+        def transfer() -> None:
+            answer = {"op": "done", "id": header["id"], "error": ""}
+            try:
+                key = self._options["cache_key"]
+                answer["stored"] = send(header["address"], key, about, parts)
+            except TransferFailed as failed:
+                answer["error"] = str(failed)
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self._send_frame(answer)
+
+        threading.Thread(target=transfer, daemon=True).start()
 
     def _load(self, header: Header, body: bytearray) -> str:
         """Load full weights or a delta. Return an error message, or "" on success."""
@@ -337,18 +381,19 @@ class _EngineWorker:
         return ""
 
     def _received(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return received full weights in the form to which later deltas are applied: quantised if
-        `options.packed` is set, otherwise unchanged.
+        """Return received full weights in the form to which later deltas of weights are applied.
+
+        The weights are quantised if `options.packed` is set, otherwise unchanged.
         """
         if not self._options["packed"]:
             return dict(update)
         return pack(update, self._options["quantise"], DTYPES[self._options["dtype"]])
 
     def _to_load(self, update: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the weights or adapters that the runner loads.
+        """Return the weights or adapters that the runner must load.
 
-        Quantised weights are converted back on access. Adapters are merged with the base weights,
-        unless each pass adds them to layers' outputs.
+        Quantised weights are converted back when they are read. Adapters are merged with the base
+        weights, unless each pass adds them to layers' outputs.
         """
         if self._adds:
             return update
@@ -376,6 +421,7 @@ class _EngineWorker:
                 "routes": routed_experts,
                 "kept": len(kept),
                 "signals": len(signals),
+                "first_token_s": reply.first_token_s,
             }
             tokens = np.array(reply.tokens, TOKEN).tobytes()
             logps = np.array(reply.behavior_logp, LOGP).tobytes()

@@ -22,6 +22,9 @@ from unstale.engines.remote import (
     VersionSpan,
 )
 
+WHOLE_TOP_K = -1
+"""SGLang's value of `top_k` that sets no limit."""
+
 
 class _FinishReason(msgspec.Struct):
     type: str
@@ -32,15 +35,13 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, Any]]
     weight_versions: list[VersionSpan]
     cached_tokens: int = 0
-    """Number of context tokens that the server found in its cache. The server omits the field if
-    the request was aborted in the queue.
+    """Number of context tokens that the server found in its cache. The server omits it for a
+    request that was aborted in its queue.
     """
     routed_experts: msgspec.Raw = msgspec.Raw(NO_EXPERTS)
 
 
 class _Reply(msgspec.Struct):
-    """The fields of a server's reply that the engine reads."""
-
     output_ids: tuple[int, ...]
     meta_info: _Meta
 
@@ -51,15 +52,16 @@ class SglangEngine(RemoteEngine):
     If the server was started with `--enable-deterministic-inference`, the random number of a token
     depends only on seed and position, as `SamplingParams` requires. Otherwise SGLang ignores seeds.
 
-    This engine does not use SGLang's pause. The pause takes a second while replies are pending and
-    does not stop requests that arrive later. Instead, `interrupt` sends no more requests and aborts
-    replies until all have returned.
+    This engine does not use SGLang's pause. The pause takes a second while replies are pending, and
+    does not stop requests that arrive later. Instead, `interrupt` sends no more requests, and
+    repeatedly aborts replies until all have returned.
     """
 
     NAME = "SGLang"
     HEALTH_PATH = "/model_info"
     GENERATE_PATH = "/generate"
     MIN_TEMPERATURE = 1e-6
+    TRUNCATES = True
     REPLY = _Reply
 
     async def _handshake(self) -> int:
@@ -117,9 +119,9 @@ class SglangEngine(RemoteEngine):
     async def generate(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams
     ) -> ServerReply:
-        """Send one request to the server and return the whole reply.
+        """Send a request to the server and return the whole reply.
 
-        SGLang always stops at the model's end token. If this is not one of the request's stop
+        SGLang always stops at the model's end token. If this token is not among the request's stop
         tokens, further requests continue the reply.
         """
         reply = await super().generate(request_id, tokens, params)
@@ -154,6 +156,8 @@ class SglangEngine(RemoteEngine):
             "temperature": params.temperature,
             "sampling_seed": params.seed & (2**63 - 1),
         }
+        if params.truncation and params.temperature:
+            sampling |= {**params.truncation._asdict(), "top_k": params.top_k or WHOLE_TOP_K}
         body = {
             "rid": request_id,
             "input_ids": list(tokens),
@@ -183,7 +187,7 @@ class SglangEngine(RemoteEngine):
         )
 
     def _decode_experts(self, routed_experts: memoryview) -> Any:
-        """Return expert numbers from int32 numbers in base64, `[tokens, layers, k]`."""
+        """Return expert numbers `[tokens, layers, k]` from base64 of int32 numbers."""
         return np.frombuffer(decode_base64(routed_experts), "<i4").reshape(-1, *self._expert_shape)
 
     @cached_property
@@ -194,4 +198,4 @@ class SglangEngine(RemoteEngine):
         return config["num_hidden_layers"], config["num_experts_per_tok"]
 
 
-SPEC = EngineSpec(SglangEngine, needs_urls=True, deltas_in_parts=True)
+SPEC = EngineSpec(SglangEngine, needs_urls=True, deltas_in_parts=True, truncates=True)

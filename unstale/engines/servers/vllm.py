@@ -55,8 +55,8 @@ from unstale.model.lora import write_adapter
 from unstale.threads import in_thread
 
 TRANSFER_S = 300.0
-"""Seconds after which sending weights by NCCL fails. The same limit holds for forming the NCCL
-group of trainer and workers.
+"""Largest number of seconds for sending weights by NCCL, and for forming the NCCL group of trainer
+and workers.
 """
 
 
@@ -95,8 +95,6 @@ class _Usage(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    """The fields of a server's reply that the engine reads."""
-
     choices: list[_Choice]
     usage: _Usage
     model: str | None = None
@@ -110,8 +108,8 @@ class VllmEngine(RemoteEngine):
     server for `options.url`.
 
     vLLM's random numbers do not depend on a token's position. So an interrupted reply continues
-    with other tokens than an uninterrupted one, although they are samples from the same policy.
-    vLLM gets a seed made of `params.seed` and the length of the context, so that no random number
+    with other tokens than an uninterrupted one, although they are samples of the same policy. The
+    seed for vLLM is made of `params.seed` and the length of the context, so that no random number
     is used twice.
     """
 
@@ -119,6 +117,7 @@ class VllmEngine(RemoteEngine):
     HEALTH_PATH = "/health"
     GENERATE_PATH = "/inference/v1/generate"
     MIN_TEMPERATURE = 0.01
+    TRUNCATES = True
     REPLY = _Reply
 
     def __init__(self, options: EngineOptions, *, extension: str = EXTENSION) -> None:
@@ -144,7 +143,7 @@ class VllmEngine(RemoteEngine):
         return int((await self._http.call("GET", "/v1/models"))["data"][0]["max_model_len"])
 
     async def _check_quantization(self) -> None:
-        """Raise ValueError if the server was not started with the `--quantization` of
+        """Raise ValueError unless the server was started with the `--quantization` for
         `options.quantise`.
         """
         wanted = QUANTIZATION[self.options.quantise]
@@ -190,10 +189,11 @@ class VllmEngine(RemoteEngine):
             "logprobs": 0,
             "detokenize": False,
         }
-        if self.options.truncation:
-            # A server that returns sets accepts no temperature of 0.
-            greedy = {"temperature": 1.0, "top_k": 1}
-            sampling |= params.truncation._asdict() if params.temperature else greedy
+        if params.truncation and params.temperature:
+            sampling |= params.truncation._asdict()
+        elif self.options.truncation and not params.temperature:
+            # a server that returns sets accepts no temperature of 0
+            sampling |= {"temperature": 1.0, "top_k": 1}
         if self.options.record_experts:
             sampling["routed_experts_prompt_start"] = params.first_routed(self._version)
         return {"request_id": request_id, "token_ids": list(tokens), "sampling_params": sampling}
@@ -214,7 +214,7 @@ class VllmEngine(RemoteEngine):
         )
 
     def _decode_experts(self, routed_experts: memoryview) -> Any:
-        """Return expert numbers `[tokens, layers, k]` from a NumPy file in base64."""
+        """Return expert numbers `[tokens, layers, k]` from base64 of a NumPy file."""
         return read_array(decode_base64(routed_experts))
 
 
@@ -243,8 +243,8 @@ def read_array(file: NDArray[np.uint8]) -> NDArray[Any]:
 class NcclVllmEngine(VllmEngine):
     """A vLLM engine that sends weights to its server by NCCL instead of in a file.
 
-    The trainer and the server's workers form an NCCL group. The group lasts until the engine is
-    started again or a transfer fails. A failed transfer also ends the engine.
+    The trainer and the server's workers form an NCCL group, until the engine is started again or a
+    transfer fails. A failed transfer also ends the engine.
     """
 
     def __init__(
@@ -254,9 +254,10 @@ class NcclVllmEngine(VllmEngine):
         extension: str = EXTENSION,
         make_group: MakeGroup | None = None,
     ) -> None:
-        """Create the engine. `make_group` makes the NCCL group of trainer and workers.
+        """Create the engine.
 
-        If it is None, `nccl_groups` is used. Raises ValueError if NCCL cannot be used here.
+        `make_group` makes the NCCL group of trainer and workers. By default, it is the result of
+        `nccl_groups`. Raises ValueError if NCCL cannot be used here.
         """
         self._make_group = make_group or nccl_groups()
         self._group: TransferGroup | None = None
@@ -292,7 +293,6 @@ class NcclVllmEngine(VllmEngine):
         await self._post("/resume")
 
     async def _join_group(self) -> TransferGroup:
-        """Make an NCCL group of the trainer and all workers of the server."""
         session = self._live_session()
         if self.server is None:
             await self._end_earlier_transfers()
@@ -309,7 +309,7 @@ class NcclVllmEngine(VllmEngine):
     async def _end_earlier_transfers(self) -> None:
         """End a transfer and an NCCL group that an earlier run may have left on a running server.
 
-        If there are none, the server refuses these requests. Refusals are ignored.
+        If there are none, the server refuses these requests. This is not an error.
         """
         session = self._live_session()
         for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
@@ -321,9 +321,9 @@ class NcclVllmEngine(VllmEngine):
             await self._http.call("POST", path)
 
     async def _post_during(self, path: str, body: Any, call: Callable[[], None]) -> None:
-        """Send a request to the server while `call` runs in a thread, and wait for both.
+        """Send a request to the server, run `call` in a thread at the same time, and wait for both.
 
-        Raises `EngineDied` if one fails, or if both take longer than `TRANSFER_S`. The thread may
+        Raises `EngineDied` if one fails, or if they take longer than `TRANSFER_S`. The thread may
         then continue, because NCCL cannot stop a member that waits for others to join.
         """
         session = self._live_session()
@@ -355,7 +355,7 @@ class AdapterVllmEngine(VllmEngine):
     Each version is a LoRA adapter, which the server reads from a folder in memory. A request names
     the adapter that must sample, and the reply names the one that did. vLLM's prefix cache keeps
     adapters apart, so a load drops no cached context. The probe (the test of a load) compares the
-    server's log-probabilities with those of merged weights, which only this process has.
+    server's log-probabilities with those of merged weights, which exist only in this process.
     """
 
     def __init__(self, options: EngineOptions, *, extension: str = EXTENSION) -> None:
@@ -364,8 +364,8 @@ class AdapterVllmEngine(VllmEngine):
         self._folder: Path | None = None
         """The folder that contains a folder for each adapter. None before the first load."""
         self._prefix = ""
-        """The beginning of the names of adapters. Each start uses a new one, because a running
-        server may still have adapters of an earlier start.
+        """The beginning of the names of adapters. It is new at each start, because a running server
+        may still have adapters of an earlier start.
         """
 
     async def _handshake(self) -> int:
@@ -451,7 +451,7 @@ class AdapterVllmEngine(VllmEngine):
         return {**body, "model": self._name(version)}
 
     def _parse_reply(self, body: _Reply) -> ServerReply:
-        """Return a reply. Its version is that of the adapter that the server names."""
+        """Return the reply. Its version is that of the adapter that the server names."""
         reply = super()._parse_reply(body)
         version = (body.model or "").removeprefix(self._prefix)
         return replace(reply, versions=((version, len(reply.tokens)),))

@@ -24,7 +24,7 @@ from unstale.envs import Message, NumberedTasks, ToolCall, Turn
 from unstale.envs.desk.customer import Customer
 from unstale.envs.desk.database import DeskError
 from unstale.envs.desk.domain import LEVELS, Domain, Scenario
-from unstale.envs.desk.expert import goal
+from unstale.envs.desk.expert import expert_replies, goal
 from unstale.envs.desk.tools import unknown_tool
 from unstale.records import Task
 
@@ -70,6 +70,15 @@ class DeskTasks(NumberedTasks):
         random = Random(f"{task.key}/{seed}/latency")
         return DeskEnv(self.scenario(task), _delays(self.latency_s, self.latency_sigma, random))
 
+    def demonstration(self, task: Task) -> list[Message]:
+        """Return the conversation of the scripted expert, which solves the task."""
+        scenario = self.scenario(task)
+        env = DeskEnv(scenario, iter(()))
+        messages = [*env.opening()]
+        for reply in expert_replies(scenario):
+            messages += [reply, *env.answer(reply).messages]
+        return messages
+
 
 def _delays(mean_s: float, sigma: float, random: Random) -> Iterator[float]:
     while mean_s:
@@ -89,22 +98,29 @@ class DeskEnv:
         self._counts = {"turns": 0, "tool_calls": 0, "tool_errors": 0}
 
     async def begin(self) -> Turn:
-        system = Message("system", self.scenario.domain.prompt(self.scenario.level))
-        return Turn((system, Message("user", self._customer.opening())))
+        return Turn(self.opening())
 
     async def step(self, reply: Message) -> Turn:
+        for _ in reply.tool_calls:
+            delay = next(self._delays, 0.0)
+            if delay and not self.replaying:
+                await asyncio.sleep(delay)
+        return self.answer(reply)
+
+    def opening(self) -> tuple[Message, ...]:
+        """Return the prompt of the episode."""
+        system = Message("system", self.scenario.domain.prompt(self.scenario.level))
+        return system, Message("user", self._customer.opening())
+
+    def answer(self, reply: Message) -> Turn:
+        """Return the environment's answer to a reply, without the delays of its tool calls."""
         self._counts["turns"] += 1
         if not reply.tool_calls:
             text = self._customer.answer(reply.content, writes=len(self.desk.writes))
             return self._turn((Message("user", text),), done=self._customer.gone)
-        answers = []
-        for call in reply.tool_calls:
-            delay = next(self._delays, 0.0)
-            if delay and not self.replaying:
-                await asyncio.sleep(delay)
-            answers.append(Message("tool", self._carry_out(call)))
+        answers = tuple(Message("tool", self._carry_out(call)) for call in reply.tool_calls)
         over = bool(self.desk.writes) and self.desk.writes[-1] == "hand_over"
-        return self._turn(tuple(answers), done=over)
+        return self._turn(answers, done=over)
 
     def _carry_out(self, call: ToolCall) -> str:
         self._counts["tool_calls"] += 1
@@ -156,7 +172,7 @@ class DeskConfig(TaskConfig):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the desks that these tasks belong to: one."""
+        """The names of the desks that these tasks belong to. A single desk has one name."""
         return (self.env,)
 
     @property

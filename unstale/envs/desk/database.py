@@ -50,8 +50,8 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What was noted about a case, the record with number `id`: refusals, and a handover to a
-    human.
+    """A note of the agent about a case, which is the record with number `id`: a refusal, or a
+    handover to a human.
     """
 
     id: str

@@ -69,7 +69,7 @@ def read_task(folder: Path) -> TerminalTask:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the task {folder} cannot be read: {error!r}") from error
-    raise ConfigError(f"{folder} is no task: it has neither task.toml nor task.yaml")
+    raise ConfigError(f"{folder} is not a task: it has neither task.toml nor task.yaml")
 
 
 def _read_harbor(folder: Path) -> TerminalTask:

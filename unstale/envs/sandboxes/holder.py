@@ -4,9 +4,10 @@
 requests from a socket: a line of JSON, then `size` bytes. It answers each in the same form, and
 ends when the socket is closed.
 
-After the build, the sandbox's root is read-only, except for folders that do not belong to the
-system. All processes of a phase (build, agent's turn, tests) share a namespace of process ids,
-which ends with the phase. The holder is outside of it, so that no command can reach it.
+After the build, the sandbox's root folder is read-only. The agent can write only to folders beside
+those of the system, such as its working directory. All processes of a phase (build, agent's turn,
+tests) share a namespace of process ids, which ends with the phase. The holder is outside of this
+namespace, so that no command can reach it.
 """
 
 import ctypes
@@ -125,8 +126,10 @@ class Holder:
         return {}
 
     def seal(self, request: Row, payload: bytes) -> dict[str, Any]:
-        """End the build, and make the root read-only, except for folders that do not belong to the
-        system.
+        """End the build phase: kill its processes, and protect the system from the agent.
+
+        The root folder becomes read-only. The agent can then write only to folders that the build
+        made beside those of the system (`_SYSTEM`), and to folders for its logs and artifacts.
         """
         self.end(request, payload)
         system = {*_SYSTEM, *(target.split("/")[1] for _, target in self._options["binds"])}
@@ -154,7 +157,7 @@ class Holder:
         Both cover folders that were read-only for the agent, so nothing that it wrote is left in
         them.
         """
-        if self._init:
+        if self._init and request["alone"]:
             raise OSError("processes of the agent's turn are left")
         for path in ("/tests", "/logs/verifier"):
             _mount_memory(path, self._options["storage_mb"])
@@ -163,7 +166,7 @@ class Holder:
     def rewards(self, request: Row, payload: bytes) -> dict[str, Any]:
         """End the tests. Return the text of the first reward file that exists.
 
-        The text is empty if no file exists, or if the first one is no plain file.
+        The text is empty if no file exists, or if the first one is not a plain file.
         """
         self.end(request, payload)
         path = next(filter(os.path.lexists, request["paths"]), None)

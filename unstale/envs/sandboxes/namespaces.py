@@ -12,12 +12,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 from unstale.config import ConfigError
 from unstale.envs import EnvError
@@ -29,11 +31,12 @@ from unstale.envs.sandboxes.runtime import (
     File,
     Sandbox,
     TerminalTask,
+    TestsIn,
     Verdict,
 )
 
-_POOL = ThreadPoolExecutor(256, thread_name_prefix="terminal")
-"""Threads that wait for answers of sandboxes."""
+T = TypeVar("T")
+
 _STARTERS = ThreadPoolExecutor(2, thread_name_prefix="terminal-start")
 """A pool of threads that start and end the sandboxes' processes. It is small so that they do not
 delay the event loop.
@@ -46,11 +49,31 @@ _TEST_PATHS = ("PATH", "PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "BASH_ENV"
 """Variables of the Dockerfile that tests do not get, since they could load code of the agent."""
 _CLOSE_S = 3.0
 _MEMORY_MB = 2048
+_CHUNK = 1 << 16
+
+
+class _OneThread(Executor):
+    """Runs coroutines in one thread, on an event loop of its own.
+
+    With a thread for each sandbox, many would compete with the run's event loop for the interpreter
+    lock when sandboxes answer at once.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="terminal", daemon=True).start()
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work(*arguments, **options), self._loop)
+
+
+_thread = cache(_OneThread)
+"""Returns the thread that asks all sandboxes. It starts with the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceRuntime:
-    """Makes sandboxes in kernel namespaces.
+    """A runtime that makes sandboxes in kernel namespaces.
 
     With `host_programs`, this machine's programs take the place of the image that FROM names.
     """
@@ -58,6 +81,7 @@ class NamespaceRuntime:
     host_programs: bool = False
     storage_mb: int = 256
     """Largest size in MB of all files of a sandbox, which are in memory."""
+    tests_in: TestsIn = "own"
 
     def check(self, task: TerminalTask) -> None:
         """Raise `ConfigError` if the task needs an image, or an instruction that cannot be carried
@@ -75,7 +99,7 @@ class NamespaceRuntime:
         Dockerfile fails.
         """
         loop = asyncio.get_running_loop()
-        sandbox = await loop.run_in_executor(_STARTERS, NamespaceSandbox, task)
+        sandbox = await loop.run_in_executor(_STARTERS, NamespaceSandbox, task, self.tests_in)
         try:
             await sandbox.build(min(self.storage_mb, task.storage_mb))
         except BaseException:
@@ -87,16 +111,18 @@ class NamespaceRuntime:
 class NamespaceSandbox:
     """One sandbox. A separate process (`holder.py`) carries out its requests one by one."""
 
-    def __init__(self, task: TerminalTask) -> None:
+    def __init__(self, task: TerminalTask, tests_in: TestsIn) -> None:
         self._task = task
+        self._is_own = tests_in == "own"
         self._build = read_dockerfile(task.dockerfile, task.environment)
         if task.workdir:
             self._build.folder = task.workdir
             self._build.steps.append(Copy([task.workdir]))
         self._env = {**_environment(), **task.env, **self._build.env}
         self._ours, theirs = socket.socketpair()
-        self._stream = self._ours.makefile("rwb")
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _stop
+        self._ours.setblocking(False)
+        self._asking = asyncio.Lock()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _close_files
         holder = str(Path(__file__).with_name("holder.py"))
         with theirs:
             self._process = subprocess.Popen(
@@ -112,6 +138,9 @@ class NamespaceSandbox:
 
     async def build(self, storage_mb: int) -> None:
         """Make the namespaces, and carry out the steps of the Dockerfile."""
+        await self._in_thread(self._make, storage_mb)
+
+    async def _make(self, storage_mb: int) -> None:
         limits = {
             "AS": _MEMORY_MB << 20,
             "FSIZE": storage_mb << 20,
@@ -133,21 +162,27 @@ class NamespaceSandbox:
 
     async def run(self, command: str, *, seconds: float, output_kb: int) -> CommandResult:
         step = Run(["/bin/bash", "-c", command], self._build.folder, self._env)
-        return await self._run(step, seconds, output_kb)
+        return await self._in_thread(self._run, step, seconds, output_kb)
 
     async def verify(self) -> Verdict:
-        """Kill the agent's processes, write the tests and run them. Return their result."""
-        await self._ask("end")
+        """Write the tests and run them. Return their result when no process is left."""
+        return await self._in_thread(self._test)
+
+    async def _test(self) -> Verdict:
         task = self._task
+        if self._is_own:
+            await self._ask("end")
         tests = {f"/tests/{name}": file for name, file in task.tests.items()}
-        await self._put("add_tests", tests, ())
+        await self._put("add_tests", tests, (), alone=self._is_own)
         plain = {name: value for name, value in self._env.items() if name not in _TEST_PATHS}
         safe = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "TEST_DIR": "/tests"}
         env = {**plain, **_environment(), **safe, "PYTHONPATH": "/tests", **task.test_env}
+        if not self._is_own:
+            env = {**self._env, "TEST_DIR": "/tests", **task.test_env}
         step = Run([*task.test_command], self._build.folder, env)
         result = await self._run(step, task.test_timeout_s, 64)
-        reward = (await self._ask("rewards", paths=REWARD_FILES))["text"]
-        return Verdict(result, "" if result.was_killed else reward)
+        reward = await self._ask("rewards", paths=REWARD_FILES)
+        return Verdict(result, "" if result.was_killed else reward["text"])
 
     async def close(self) -> None:
         """End the holder. With it, the kernel ends all other processes and frees the files."""
@@ -157,6 +192,7 @@ class NamespaceSandbox:
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(_STARTERS, self._stop))
 
     def _stop(self) -> None:
+        """Wait until the holder ends, or kill it. Then close the files."""
         end = os.pidfd_open(self._process.pid)
         poll = select.poll()
         poll.register(end, select.POLLIN)
@@ -166,48 +202,72 @@ class NamespaceSandbox:
             os.close(end)
             self._process.kill()
             self._process.wait()
-            for each in (self._stream, self._ours, self._errors):
-                with suppress(OSError):
-                    each.close()
+            _thread().submit(self._close_files)
+
+    async def _close_files(self) -> None:
+        async with self._asking:  # a request that still waits fails first
+            self._ours.close()
+            self._errors.close()
+
+    async def _in_thread(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+        loop = asyncio.get_running_loop()
+        call: Callable[[], Any] = partial(work, *arguments)  # the thread awaits what it returns
+        result: T = await loop.run_in_executor(_thread(), call)
+        return result
 
     async def _run(self, step: Run, seconds: float, output_kb: int) -> CommandResult:
         answer = await self._ask("run", **vars(step), seconds=seconds, output_kb=output_kb)
         output = answer["output"].decode(errors="replace")
         return CommandResult(output, answer["code"], answer["ended"])
 
-    async def _put(self, op: str, files: Mapping[str, File], folders: Sequence[str]) -> None:
+    async def _put(
+        self, op: str, files: Mapping[str, File], folders: Sequence[str], **fields: Any
+    ) -> None:
         rows = [
             (path, 0o755 if file.executable else 0o644, len(file.content))
             for path, file in files.items()
         ]
         payload = b"".join(file.content for file in files.values())
-        await self._ask(op, payload, files=rows, folders=list(folders))
+        await self._ask(op, payload, files=rows, folders=list(folders), **fields)
 
     async def _ask(self, op: str, payload: bytes = b"", **fields: Any) -> dict[str, Any]:
         """Send a request to the process that holds the sandbox, and return its answer.
 
         Raises `EnvError` if the request fails.
         """
-        request = json.dumps({"op": op, **fields, "size": len(payload)})
-        return await self._in(_POOL, self._exchange, request.encode() + b"\n" + payload)
-
-    def _exchange(self, request: bytes) -> dict[str, Any]:
-        try:
-            self._stream.write(request)
-            self._stream.flush()
-            answer = json.loads(self._stream.readline() or "null")
-            output = self._stream.read(answer["size"]) if answer else b""
-        except (OSError, ValueError):
-            answer = None
-        if answer is None:
-            self._errors.seek(0)
-            raise EnvError(f"the sandbox has ended: {self._errors.read().decode()[-300:].strip()}")
+        request = json.dumps({"op": op, **fields, "size": len(payload)}).encode() + b"\n"
+        async with self._asking:
+            try:
+                await asyncio.get_running_loop().sock_sendall(self._ours, request + payload)
+                answer = await self._answer()
+            except (OSError, EOFError) as error:
+                why = "it is closed"
+                with suppress(ValueError):  # the file is closed, too
+                    self._errors.seek(0)
+                    why = self._errors.read().decode()[-300:].strip()
+                raise EnvError(f"the sandbox has ended: {why}") from error
         if "error" in answer:
             raise EnvError(f"the sandbox refused: {answer['error']}")
+        return answer
+
+    async def _answer(self) -> dict[str, Any]:
+        """Return an answer, with its bytes as `output`. Raises `EOFError` if the holder has
+        ended.
+        """
+        received = bytearray()
+        while b"\n" not in received:
+            received += await self._receive()
+        line, _, output = received.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        while len(output) < answer["size"]:
+            output += await self._receive()
         return {**answer, "output": output}
 
-    async def _in(self, pool: ThreadPoolExecutor, work: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+    async def _receive(self) -> bytes:
+        data = await asyncio.get_running_loop().sock_recv(self._ours, _CHUNK)
+        if not data:
+            raise EOFError
+        return data
 
 
 def _python() -> str:

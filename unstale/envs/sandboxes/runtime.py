@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Ended = Literal["exited", "timeout", "output"]
+TestsIn = Literal["agent", "own"]
+"""The sandbox of the tests. `agent`: that of the agent, beside the processes that it left, as in
+Harbor. `own`: one that is made from the files in its working directory when they are dead.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,9 @@ class TerminalTask:
     test_network: bool = False
     """True if the tests may use it."""
     states_network: bool = field(default=True, repr=False)
-    """False if a folder's task does not say both. Not in `repr`, which says what the task is."""
+    """False if the task's folder does not state both. Left out of `repr`, which identifies the
+    task.
+    """
     workdir: str = ""
     """Folder of commands and tests, instead of the last WORKDIR of the Dockerfile."""
     image: str = ""
@@ -93,8 +99,8 @@ class CommandResult:
 class Verdict:
     """The result of the tests, and the text of the first reward file.
 
-    The text is empty if there is no file, if it is no plain file, or if the tests were killed. In
-    the last case, code of the agent that the tests ran may have written the file.
+    The text is empty if there is no file, if it is not a plain file, or if the tests were killed.
+    In the last case, the file may have been written by code of the agent that the tests ran.
     """
 
     tests: CommandResult
@@ -115,8 +121,9 @@ class Sandbox(Protocol):
     async def verify(self) -> Verdict:
         """End the agent's turn, run the hidden tests and return their result.
 
-        All processes of the agent must have ended before the tests are written. Nothing that it
-        wrote may be in the place of the tests, the reward files or the system's programs.
+        With `TestsIn` own, all processes of the agent must have ended before the tests are written.
+        Nothing that it wrote may be in the place of the tests, the reward files or the system's
+        programs.
         """
         ...
 

@@ -5,10 +5,10 @@ Each tracker is a file of this folder with
     PACKAGE = "wandb"                                        # the module that it needs
     def open_sink(package: Any, run: TrackedRun) -> Sink: ...  # gets that module
 
-The name of the file is the name of the tracker, and of the extra that installs the package. The
-option `trackers` names trackers. It may also name an entry point of another distribution, or
-`module:factory`: a function `factory(run: TrackedRun) -> Sink`. In Python its value may be such a
-function, a `Sink`, or a list of these.
+The file's name is also the name of the tracker, and of the extra that installs its package. The
+option `trackers` lists names of trackers. It may also list an entry point of another distribution,
+or `module:factory`: a function `factory(run: TrackedRun) -> Sink`. In Python its value may be such
+a function, a `Sink`, or a list of these.
 """
 
 import math
@@ -33,14 +33,14 @@ if TYPE_CHECKING:  # `records` imports torch
     from unstale.records import Group
 
 TEXT_EVERY = 10
-"""Number of steps from one sample text to the next. Step 1 has the first."""
+"""Number of steps between two episodes that are sent to trackers as text, from step 1 on."""
 CLOSE_S = 120.0
-"""Largest number of seconds that the end of a run waits for trackers to send what is queued."""
+"""Longest time in seconds for which the end of a run waits until trackers have sent all data."""
 
 
 MAX_NAMES, MAX_NOTES = 500, 10
-"""Largest number of metrics that are sent of those with the same part before the `/`, and largest
-number of notes about changed names. MLflow's database takes 1 ms for each value.
+"""A tracker gets at most `MAX_NAMES` metrics with the same part before the `/` in their names. At
+most `MAX_NOTES` notes about changed names are printed. MLflow's database takes 1 ms for each value.
 """
 MAX_NAME = 200
 """Largest number of characters of a metric's name. MLflow accepts 250."""
@@ -52,7 +52,7 @@ OutcomeKind = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended: finished, stopped by the user (Ctrl-C, SIGTERM), or failed."""
+    """The end of a run: finished, stopped by the user (Ctrl-C, SIGTERM), or failed."""
 
     kind: OutcomeKind
     detail: str = ""
@@ -106,14 +106,12 @@ class TrackedRun:
     """
 
     def stored_id(self, tracker: str) -> str:
-        """Return the identifier that `tracker` gave to this run before a resume. "" if it gave
-        none.
-        """
+        """Return the identifier that `tracker` gave to this run before a resume, or ""."""
         path = self.folder / f"{tracker}.id"
         return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
     def store_id(self, tracker: str, identifier: str) -> None:
-        """Store the identifier that `tracker` gave to this run, so that a resumed run continues its
+        """Store the identifier that `tracker` gave to this run, by which a resume continues its
         charts.
         """
         (self.folder / f"{tracker}.id").write_text(identifier + "\n", encoding="utf-8")
@@ -130,13 +128,13 @@ class AcceptedNames:
     tracker: str
     note: Callable[[str], None]
     _names: dict[str, str] = field(default_factory=dict)
-    """The accepted name of each metric, by its own name. Empty if the metric is not sent."""
+    """The accepted name of each metric, by its original name. Empty if the metric is not sent."""
     _counts: Counter[str] = field(default_factory=Counter)
 
     def rename(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics by their accepted names.
 
-        Of those with the same part before the `/`, at most `MAX_NAMES` are returned. Notes are
+        At most `MAX_NAMES` metrics with the same part before the `/` are returned. Notes are
         printed about the first changed names, and about metrics that are left out.
         """
         for name in metrics:
@@ -194,10 +192,10 @@ def tracker_names() -> list[str]:
 
 
 def find_trackers(option: str) -> dict[str, Callable[[TrackedRun], Sink]]:
-    """Return, by name, the functions that open the trackers which `option`, the option `trackers`,
-    names.
+    """Return, for each tracker that the option `trackers` lists, the function that opens it.
 
-    Raises `ConfigError` for an unknown name, or if a tracker's package is not installed.
+    The result is a dict by the tracker's name. `option` is the value of the option. Raises
+    `ConfigError` for an unknown name, or if a tracker's package is not installed.
     """
     if not isinstance(option, Given):
         return {name: _find(name) for name in re.split(r"[,\s]+", option) if name}
@@ -235,23 +233,21 @@ def _find(name: str) -> Callable[[TrackedRun], Sink]:
 
 @dataclass(slots=True)
 class Trackers:
-    """The open trackers of a run. A thread of their own writes to them, so a slow server delays no
-    step.
-    """
+    """The open trackers of a run. A separate thread calls them, so a slow server delays no step."""
 
     sinks: dict[str, Sink] = field(default_factory=dict)
     _thread: ThreadPoolExecutor = field(
         default_factory=partial(ThreadPoolExecutor, 1, "trackers"), init=False
     )
     _calls: deque[tuple[str, Future[None]]] = field(default_factory=deque, init=False)
-    """Calls of trackers that may not have ended, or whose errors were not read: tracker's name and
-    future.
+    """Calls of trackers that may still run, or whose errors were not read yet: the tracker's name
+    and the call's future.
     """
     _is_closed: bool = field(default=False, init=False)
 
     @classmethod
     def open(cls, option: str, run: TrackedRun) -> Self:
-        """Open the trackers that `option`, the value of the option `trackers`, names.
+        """Open the trackers that `option`, the value of the option `trackers`, lists.
 
         Raises `ConfigError` if a tracker cannot be opened.
         """
@@ -265,9 +261,7 @@ class Trackers:
         return cls(sinks)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send the metrics of a step to all trackers. Values that are no finite numbers are left
-        out.
-        """
+        """Send a step's metrics to all trackers, except values that are not finite numbers."""
         numbers = {
             name: float(value)
             for name, value in metrics.items()
@@ -294,8 +288,8 @@ class Trackers:
     def failures(self) -> Iterator[tuple[str, BaseException]]:
         """Yield the name and the error of each tracker that has failed since the last call.
 
-        A failed tracker is closed and not used again. After `close`, trackers that it could not
-        close in time count as failed, too.
+        A failed tracker is closed and not used again. After `close`, trackers that could not be
+        closed in time also count as failed.
         """
         while self._calls and self._calls[0][1].done():
             name, call = self._calls.popleft()
@@ -312,7 +306,7 @@ class Trackers:
                     yield name, TimeoutError("it did not end in time, and some metrics may be lost")
 
     def close(self, outcome: RunOutcome = _ENDED_EARLY, timeout_s: float = CLOSE_S) -> None:
-        """Close each tracker when it has written what was sent to it. `outcome` is how the run
+        """Close each tracker after it has written what was sent to it. `outcome` says how the run
         ended.
 
         Return after at most `timeout_s` seconds, even if trackers are not closed yet. A second call
@@ -334,7 +328,7 @@ class Trackers:
 def _close(
     name: str, sink: Sink, outcome: RunOutcome, calls: Iterable[tuple[str, Future[None]]]
 ) -> None:
-    """Close a tracker. Its outcome is "failed" if one of `calls`, its earlier calls, failed."""
+    """Close a tracker. `outcome` is replaced by "failed" if one of its earlier `calls` failed."""
     errors = (call.exception() for other, call in calls if other == name)
     if error := next(filter(None, errors), None):
         outcome = RunOutcome("failed", f"some metrics were not sent: {error}")

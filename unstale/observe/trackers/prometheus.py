@@ -21,10 +21,10 @@ from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
 PACKAGE = "prometheus_client"
 HOST = "127.0.0.1"
 SILENT_S = 2.0
-"""Seconds after which a connection is closed. Clients on the same machine need less time."""
+"""Seconds after which a connection is closed. Clients on the same machine answer much sooner."""
 MAX_CONNECTIONS = 16
 LOOK_S = 0.5
-"""Seconds after which the server looks again whether it should stop."""
+"""Seconds between two checks of the server whether it should stop."""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
@@ -58,9 +58,7 @@ class RunGauges:
         self._gauges: dict[str, Any] = {}
 
     def update(self, run: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Set the gauges of the run `run` to the metrics of a step. A missing metric keeps its
-        value.
-        """
+        """Set the gauges of the run `run` to a step's metrics. A missing metric keeps its value."""
         for metric, value in {"step": step, **metrics}.items():
             name = "unstale_" + re.sub(r"\W", "_", metric, flags=re.ASCII)
             if name not in self._gauges:
@@ -116,7 +114,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._lock = threading.Lock()
 
     def serve(self) -> None:
-        """Answer requests until `stop` is called."""
         while not self._stopping.is_set():
             self.handle_request()
             self._end(time.monotonic())
@@ -140,7 +137,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def _end(self, now: float) -> None:
-        """Shut down connections whose time is over at `now`, so that their threads end."""
+        """Shut down connections whose time limit has passed at `now`, so that their threads end."""
         with self._lock:
             late = [connection for connection, end in self._connections.items() if end <= now]
         for connection in late:

@@ -12,8 +12,8 @@ PACKAGE = "torch.utils.tensorboard"
 def open_sink(package: Any, run: TrackedRun) -> Sink:
     """Begin new event files in the run folder. Return the tracker.
 
-    They hide steps from `run.first_step` on in older files, because a resumed run writes these
-    again.
+    A resumed run writes the steps from `run.first_step` on again. TensorBoard hides these steps of
+    older files.
     """
     folder = str(run.folder / "tensorboard")
     writer = package.SummaryWriter(folder, purge_step=run.first_step)

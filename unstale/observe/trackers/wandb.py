@@ -1,6 +1,6 @@
 """The tracker Weights & Biases.
 
-Its environment variables apply, such as WANDB_MODE, WANDB_PROJECT and WANDB_ENTITY.
+The environment variables of wandb apply, such as WANDB_MODE, WANDB_PROJECT and WANDB_ENTITY.
 """
 
 import html
@@ -16,13 +16,15 @@ from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
 PACKAGE = "wandb"
 
 EXIT_CODES = {"finished": 0, "stopped": 255, "failed": 1}
-"""The exit code by which wandb shows each outcome of a run. wandb itself uses 255 after Ctrl-C."""
+"""The exit code that is passed to wandb for each outcome of a run, by which wandb shows it. wandb
+itself uses 255 after Ctrl-C.
+"""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
     """Begin the run in Weights & Biases, or continue it after a resume.
 
-    Raises `ConfigError` if there is no login.
+    Raises `ConfigError` if no user is logged in.
     """
     identifier = run.stored_id("wandb") or uuid.uuid4().hex
     # A new folder, because wandb names offline runs by the second and would overwrite one.

@@ -17,7 +17,7 @@ class Average:
 
     theta_k are the weights of update k. The average is kept in float32 or float64, because bfloat16
     would round most updates to nothing. `weight` is w_k. `age` is the mean age of the averaged
-    weights, in updates. It tends to beta / (1 - beta).
+    weights, in updates. It approaches beta / (1 - beta).
 
     With `in_main_memory` the averaged weights are in main memory. An update copies one tensor at a
     time to the device of the weights, and back.
@@ -33,7 +33,7 @@ class Average:
     def add(self, theta: Mapping[str, Tensor], *, beta: float) -> None:
         """Update the average with the weights `theta` and the decay `beta`.
 
-        The first weights become the average.
+        At the first update, the average is set to `theta`.
         """
         if not self.tensors:
             self.reset(theta)

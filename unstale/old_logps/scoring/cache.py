@@ -26,9 +26,9 @@ def score_pieces(
     """Return the log-probabilities of sampled tokens, by the key of their piece (run of tokens).
 
     They are computed with the weights of `version`, or with the trainer's current weights if it is
-    None. All pieces must be of one version. Those of one episode are computed in one sequence, the
-    longest text among them, which contains the shorter ones. The order of `pieces` does not affect
-    the values.
+    None. All pieces must be of one version. The pieces of one episode are computed in one sequence:
+    the longest of their texts, which contains the others. The order of `pieces` does not affect the
+    values.
     """
     if not pieces:
         return {}
@@ -65,7 +65,7 @@ def answer(scorer: Scorer, pieces: Pieces) -> Reply:
 
 
 def stack_experts(texts: Sequence[PieceText]) -> Tensor | None:
-    """Return the recorded experts of all texts, concatenated: `[T, layers, k]`.
+    """Return the experts that were recorded for all texts, concatenated: `[T, layers, k]`.
 
     Return None if no text has recorded experts. If only some have, the rows of the others are
     marked as not recorded.
@@ -83,10 +83,10 @@ def stack_experts(texts: Sequence[PieceText]) -> Tensor | None:
 
 
 def stack_kept_sets(pieces: Sequence[tuple[slice, PieceText]], count: int) -> KeptSets | None:
-    """Return the sets of tokens to which sampling was truncated, for `count` tokens.
+    """Return the set of tokens to which the sampling of each of `count` tokens was truncated.
 
-    `pieces` has spans of these tokens, each with the text that has its sets. Other tokens get no
-    set. Return None if no text has sets.
+    `pieces` has spans of the `count` tokens, each with the text that has their sets. Other tokens
+    get no set. Return None if no text has sets.
     """
     parts: list[tuple[int, KeptSets | None]] = []
     done = 0
@@ -99,21 +99,19 @@ def stack_kept_sets(pieces: Sequence[tuple[slice, PieceText]], count: int) -> Ke
 class LogpCache:
     """A cache of log-probabilities of sampled tokens, which keeps them until a batch needs them.
 
-    The first value of a token stays. A later value would differ by rounding, if its pass was packed
-    differently. Not thread-safe.
+    The first value of a token is never replaced, because a later value may differ by rounding. Not
+    thread-safe.
     """
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._logps: dict[PieceKey, Tensor] = {}
-        """Log-probabilities of runs of sampled tokens, by key, in the order in which they were
-        added.
-        """
+        """Log-probabilities of runs of sampled tokens, by key, in the order of adding."""
 
     def add_rows(self, rows: Iterable[Any]) -> None:
         """Add log-probabilities that another process computed.
 
-        A row is a pair (`PieceKey` of a run of tokens, list of their log-probabilities).
+        A row is a pair for a run of tokens: its `PieceKey`, and the list of log-probabilities.
         """
         dtype = self._scorer.dtype
         for key, values in rows:
@@ -128,7 +126,7 @@ class LogpCache:
             self._add(key, logp)
 
     def missing(self, pieces: Iterable[PendingPiece]) -> list[PendingPiece]:
-        """Return those runs of sampled tokens that have no values in the cache."""
+        """Return those runs of sampled tokens whose log-probabilities are not in the cache."""
         return [piece for piece in pieces if key_of(piece) not in self._logps]
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
@@ -144,10 +142,11 @@ class LogpCache:
                 self.score(by_key(pieces), version)
 
     def lookup(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return a batch's cached log-probabilities, and a mask of known ones, `[T]` each.
+        """Return a batch's cached log-probabilities, and a mask of those that are known, `[T]`
+        each.
 
-        Missing ones of the current version's tokens are computed and stored, if no optimizer step
-        has changed the weights since this version.
+        Unknown values of tokens of the current version are computed and stored, unless an optimizer
+        step has changed the weights since this version.
         """
         values = torch.zeros(len(batch.tokens), dtype=self._scorer.dtype)
         known = torch.zeros_like(batch.sampled)
@@ -176,9 +175,9 @@ class LogpCache:
             self._logps[key] = torch.cat([had, logp[len(had) :]])
 
     def _add_runs(self, batch: Batch, values: Tensor, where: Tensor) -> None:
-        """Add log-probabilities `values` `[T]` of the batch's tokens in the mask `where`.
+        """Add the log-probabilities `values` `[T]` of the tokens in the mask `where`.
 
-        The current version must have sampled all of them.
+        All these tokens must have been sampled by the current version.
         """
         for (begin, end), episode in zip(batch.spans(), batch.episodes, strict=True):
             edges = torch.nn.functional.pad(where[begin:end], (1, 1)).int().diff()
@@ -190,7 +189,7 @@ class LogpCache:
     def require(self, batch: Batch, *, why: str) -> Tensor:
         """Return the log-probabilities `[T]` of a batch's sampled tokens, as `lookup` does.
 
-        Raises LookupError, with the reason `why`, if a sampled token has none.
+        Raises LookupError if a sampled token has none. `why` is a reason for its message.
         """
         values, known = self.lookup(batch)
         lost = batch.sampled & ~known
@@ -202,11 +201,11 @@ class LogpCache:
         return values
 
     def keep(self, versions: Collection[int]) -> None:
-        """Drop the log-probabilities of tokens of all versions that are not in `versions`."""
+        """Drop all values except those of tokens that one of `versions` sampled."""
         self._logps = {key: logp for key, logp in self._logps.items() if key.version in versions}
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the cache for a checkpoint: `logp` with all values, and `places`.
+        """Return the cache's contents for a checkpoint: `logp` has all values, concatenated.
 
         `places` has a row `(version, episode, start, length)` for each run of tokens.
         """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class CachedRoute(OldLogps):
-    """A route that computes `old_logp` of tokens early, and keeps it until their batch needs it."""
+    """A method that computes `old_logp` of tokens early, and keeps it until their batch comes."""
 
     def __init__(self, scorer: Scorer) -> None:
         from unstale.old_logps.scoring.cache import LogpCache  # it imports torch

@@ -1,4 +1,4 @@
-"""The scorer for a model in this process: it computes log-probabilities under given weights."""
+"""The scorer for a model in this process: it computes log-probabilities of given tokens."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,7 +27,7 @@ from unstale.weights.store import VersionStore
 
 
 def delta_store(scorer: Scorer | None) -> VersionStore | None:
-    """Return the store in which a scorer keeps past weights. None if it has no `VersionStore`."""
+    """Return the `VersionStore` in which a scorer keeps past weights. None if it has none."""
     store = scorer.store if scorer else None
     return store if isinstance(store, VersionStore) else None
 
@@ -43,7 +43,7 @@ class LocalScorer:
         """Create a scorer of `policy`.
 
         Logits are divided by `temperature`, the sampling temperature. A forward pass has at most
-        `max_tokens` tokens, unless one sequence is longer.
+        `max_tokens` tokens, unless a single sequence is longer.
         """
         self.policy = policy
         self.temperature = temperature
@@ -52,14 +52,12 @@ class LocalScorer:
         self._stored: Policy | None = None
         """The model into which past versions are loaded, one at a time. None if none are kept."""
         self._averaged: Policy | None = None
-        """The model into which moving averages of the weights are loaded. None if there are
-        none.
-        """
+        """The model into which moving averages of the weights are loaded. None without averages."""
         self._loaded: LocalAverage | None = None
-        """The average whose weights `_averaged` has at present. None if it has none."""
+        """The average whose weights `_averaged` has at present. None for no average."""
         self._read: Callable[[int], Policy] | None = None
         """A function that returns a model with the weights of a version, read from disk. None
-        outside of the context `reading`.
+        except within the context `reading`.
         """
         self._placement: Placement = "twin"
         self._restore_s = 0.0
@@ -68,7 +66,7 @@ class LocalScorer:
 
     @classmethod
     def load(cls, exported: Mapping[str, Any]) -> Self:
-        """Create a scorer in another process, from the arguments that `export` returned."""
+        """Create a scorer in another process. `exported` is the result of `export`."""
         lora = exported["lora"] and Lora(**exported["lora"])
         policy = Policy.load(
             exported["folder"],
@@ -258,7 +256,7 @@ class LocalScorer:
         return scored
 
     def _model(self, version: int | None) -> Policy:
-        """Return a model with the weights of `version`. None means the current weights."""
+        """Return a model with the weights of `version`, or with the current weights for None."""
         if version is None:
             return self.policy
         if self._read is not None:
@@ -271,9 +269,10 @@ class LocalScorer:
         return self._stored
 
     def _shortest_path(self, versions: Collection[int]) -> list[int]:
-        """Sort versions up or down, beginning nearer to the version that is loaded.
+        """Sort versions so that loading them one after the other applies the fewest differences.
 
-        The store moves from version to version by differences. In this order it applies the fewest.
+        The store moves from version to version by differences. So the order is up or down,
+        beginning with the end that is nearer to the version that is loaded.
         """
         path = sorted(versions)
         if path and self.store is not None:
@@ -314,7 +313,8 @@ class LocalAverage(Average):
 class HostAverage(LocalAverage):
     """A moving average of the weights, kept in main memory instead of in a further model.
 
-    It replaces the weights of the trained model during its passes. These are then in main memory.
+    To compute log-probabilities, the average is loaded into the trained model, whose own weights
+    are in main memory meanwhile.
     """
 
     def __init__(self, scorer: LocalScorer) -> None:

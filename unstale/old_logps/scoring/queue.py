@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """The key of a run of sampled tokens. `start` is its position in the episode."""
+    """The key of a run of sampled tokens. `start` is the position of the first in the episode."""
 
     version: int
     episode: int
@@ -29,20 +29,22 @@ def key_of(piece: "PendingPiece") -> PieceKey:
 class PieceText(NamedTuple):
     """The tokens of an episode up to the end of a run of sampled tokens.
 
-    It is what a model reads to compute the log-probabilities of this run.
+    A model reads them to compute the log-probabilities of this run.
     """
 
     tokens: Sequence[int]
     routed_experts: "RoutedExperts | None" = None
     """The experts that an MoE model used for `tokens`, under the weights that sampled the run."""
     kept_sets: "KeptSets | None" = None
-    """The sets of tokens to which sampling was truncated, for the tokens of the run (the last ones
-    of `tokens`).
+    """The kept set of each token of the piece, which is the end of `tokens`. None without truncated
+    sampling.
     """
 
 
 Pieces = dict[PieceKey, PieceText]
-"""Runs of tokens whose log-probabilities are to be computed, by key, each with its text."""
+"""Key of a run of tokens whose log-probabilities are to be computed -> the tokens to read for
+them.
+"""
 
 
 def text_of(piece: "PendingPiece") -> PieceText:
@@ -69,7 +71,8 @@ class ScoreQueue:
         self._episodes.setdefault(key.episode, {})[key] = text
 
     def take(self, max_tokens: int) -> Pieces:
-        """Remove and return runs of tokens for one forward pass, longest waiting first.
+        """Remove and return runs of tokens for one forward pass. The longest waiting run comes
+        first.
 
         All runs of an episode are taken together. So the result has more than `max_tokens` tokens
         if the first episode is longer.
@@ -89,13 +92,13 @@ class ScoreQueue:
         return {key: text for pieces in taken.values() for key, text in pieces.items()}
 
     def discard(self, episodes: Iterable[int]) -> None:
-        """Remove all runs of sampled tokens of these episodes."""
+        """Remove all pieces of these episodes."""
         for episode in episodes:
             self._episodes.pop(episode, None)
 
 
 class ScoringOrder:
-    """The order of a second model's work: a version's tokens, then the next version's weights.
+    """The order of a second model's work: score a version's tokens, then load the next version.
 
     `max_tokens` is the largest number of tokens in a forward pass.
     """
@@ -108,7 +111,7 @@ class ScoringOrder:
         """Versions to be loaded, oldest first, with their weights."""
 
     def __bool__(self) -> bool:
-        """Return True if a version is to be loaded, or tokens of the loaded version wait."""
+        """Return True if there are versions to load, or tokens of the loaded version to score."""
         return bool(self._versions) or bool(self._pieces.get(self._loaded))
 
     def add_pieces(self, pieces: Pieces) -> None:
@@ -127,10 +130,7 @@ class ScoringOrder:
         self._versions.append((version, weights))
 
     def take_pieces(self) -> Pieces:
-        """Remove and return tokens of the loaded version for one forward pass.
-
-        Empty if none wait.
-        """
+        """Remove and return tokens of the loaded version for one forward pass. Empty if none."""
         queue = self._pieces.get(self._loaded)
         return queue.take(self._max_tokens) if queue else {}
 

@@ -1,8 +1,8 @@
 """The interface of scorers, which compute log-probabilities under the weights of a given version.
 
-Routes and the audit use a `Scorer`, never a model, so the weights may be anywhere.
+Routes and the audit use a `Scorer`, never a model, so the weights may be in any process.
 `local_scorer.LocalScorer` is for a model of this process, with past weights from a `VersionStore`
-(`unstale/weights/store.py`). Each trainer rank has a `LocalScorer`, too, for its part of the model
+(`unstale/weights/store.py`). Each trainer rank also has a `LocalScorer` for its part of the model
 (`cluster/ranks_worker.py`).
 """
 
@@ -22,7 +22,7 @@ from unstale.model.whole_weights import WholeWeights
 from unstale.records import Batch
 
 Weights = Callable[[int], Mapping[str, Tensor]]
-"""A function that reads the weights of a past version, by its number, from disk. It raises
+"""A function that reads the weights of a past version from disk, by the version's number. It raises
 LookupError if they were not kept.
 """
 
@@ -67,8 +67,8 @@ class WeightStore(Protocol):
 
 
 MakeStore = Callable[[Mapping[str, Tensor]], WeightStore]
-"""A function that creates a store of weights, which loads versions into the given tensors. A scorer
-on several devices calls it once for each part of the model.
+"""A function that creates a store of weights. The store loads versions into the given tensors. A
+scorer on several devices calls the function once for each part of the model.
 """
 
 
@@ -80,7 +80,7 @@ class WeightAverage(Protocol):
 
     @property
     def weight(self) -> float:
-        """The sum of the updates' weights, which decay with age. 0 before the first update."""
+        """The sum of the weights of all updates, which decay with age. 0 before the first."""
         ...
 
     @property
@@ -113,18 +113,21 @@ class WeightAverage(Protocol):
 class Scorer(Protocol):
     """An object that computes log-probabilities under current weights, past versions, or averages.
 
-    The weights may be in this process, on several devices or in another process. Each user (a route
-    or the audit) needs a scorer of its own, which has one set of kept versions. Not thread-safe.
+    The weights may be in this process, on several devices or in another process. Each route, and
+    the audit, needs a separate scorer, because a scorer has only one set of kept versions. Not
+    thread-safe.
     """
 
     forward_tokens: int
     """Number of tokens in forward passes since the last call of `take_forward_tokens`. A route that
-    computes log-probabilities in another process adds the tokens of that process.
+    computes log-probabilities in another process adds the number for that process.
     """
 
     @property
     def version(self) -> int:
-        """The number of the version that was published last, or is published next."""
+        """The number of the version that was published last. Between a training step and the next
+        publication: of the version that is published next.
+        """
         ...
 
     @property
@@ -155,20 +158,17 @@ class Scorer(Protocol):
 
     @property
     def store(self) -> WeightStore | None:
-        """The store of past versions.
-
-        None if no versions are kept, or if they are in another process.
-        """
+        """The store of past versions. None if none are kept, or if they are in another process."""
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return how many batches were trained on since each token's `version` sampled it."""
+        """Return the number of batches trained on since each token was sampled by its `version`."""
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
         """Return log-probabilities `[T]` of the tokens in the mask `where`, and 0 for other tokens.
 
-        They are computed with the kept weights of `version`, or the current weights if it is None.
+        They are computed with the kept weights of `version`, or with the current weights for None.
         Raises LookupError if the weights of `version` were not kept.
         """
         ...
@@ -177,15 +177,15 @@ class Scorer(Protocol):
         """Return log-probabilities `[T]` of tokens, each under the version that sampled it.
 
         Only the tokens in the mask `where` are computed. The weights come from the store of past
-        versions. With `use_trained`, the trainer's model computes the values of the current
-        version's tokens instead, as long as no optimizer step has changed it.
+        versions. With `use_trained`, the trainer's model computes the values of tokens of the
+        current version, as long as no optimizer step has changed it.
         """
         ...
 
     def keep_versions(
         self, make_store: MakeStore | None = None, *, placement: Placement = "twin"
     ) -> None:
-        """Keep the weights of past versions from now on. Must not be called twice.
+        """Keep the weights of past versions from this call on. Must not be called twice.
 
         The weights are kept in a `VersionStore`, or in the store that `make_store` returns. To
         compute log-probabilities, they are loaded into a second model, or with `placement` "own"
@@ -194,33 +194,30 @@ class Scorer(Protocol):
         ...
 
     def put(self) -> None:
-        """Keep a copy of the trainer's weights, as those of the current version."""
+        """Keep a copy of the trainer's weights as the weights of the current version."""
         ...
 
     def keep(self, live: Collection[int]) -> None:
-        """Drop kept versions that are not in `live`.
-
-        The newest version may be kept nevertheless.
-        """
+        """Drop kept versions that are not in `live`, except possibly the newest."""
         ...
 
     def begin_put(self, live: Collection[int]) -> None:
-        """Start a thread that keeps the current weights and the versions in `live`.
+        """Start a thread that keeps the current weights, and drops versions that are not in `live`.
 
-        Other versions are dropped. The scorer must use a `VersionStore`. The next use of kept
-        versions, and the next change of the weights, waits for the thread and raises its error.
+        The scorer must use a `VersionStore`. The next use of kept versions, and the next change of
+        the weights, waits for the thread and raises its error.
         """
         ...
 
     def recover(self, live: Collection[int], weights: Weights) -> None:
-        """Keep exactly the versions `live`.
+        """Keep exactly the versions `live`, and drop others.
 
-        Missing ones are read from disk by `weights`, and others dropped.
+        If a version of `live` is not kept yet, its weights are read from disk, by `weights`.
         """
         ...
 
     def reading(self, weights: Weights) -> AbstractContextManager[None]:
-        """Return a context in which `score` reads past versions from disk by `weights`."""
+        """Return a context in which `score` gets past versions from disk, read by `weights`."""
         ...
 
     def make_average(self, *, placement: Placement = "twin") -> WeightAverage:
@@ -236,11 +233,11 @@ class Scorer(Protocol):
         ...
 
     def whole_weights(self) -> WholeWeights:
-        """Return the trainer's whole weights, which are gathered from all ranks one at a time."""
+        """Return the trainer's weights. Sharded ones are gathered from all ranks when read."""
         ...
 
     def export(self, folder: Path | str) -> dict[str, Any]:
-        """Save the model, without LoRA adapters, in a folder for another process.
+        """Save the model in a folder, for a scorer in another process. LoRA adapters are left out.
 
         Return the argument of `LocalScorer.load` for that process, in JSON types.
         """
@@ -253,7 +250,7 @@ class Scorer(Protocol):
     def costs(self) -> Mapping[str, float]:
         """Return metrics of keeping past versions.
 
-        Seconds are since the last call, and bytes those in memory.
+        Seconds are counted since the last call. Bytes are those in use at the time of the call.
         """
         ...
 

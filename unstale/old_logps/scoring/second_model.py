@@ -28,17 +28,17 @@ class Link(Protocol):
         ...
 
     def score(self, pieces: Pieces) -> None:
-        """Send sampled tokens whose log-probabilities the model must compute.
+        """Ask the model for the log-probabilities of sampled tokens.
 
         Must not block, because the event loop calls it.
         """
         ...
 
     def receive(self, *, wait: bool) -> list[Reply] | None:
-        """Return the replies that have arrived completely, or None if nothing has arrived.
+        """Return the replies that have arrived completely. None if nothing has arrived.
 
         With `wait`, wait until something arrives. Also returns None if the model has not been
-        started. Raises an error if it has ended.
+        started. Raises an error if its process has ended.
         """
         ...
 
@@ -48,16 +48,18 @@ class SecondModel:
 
     This object records the versions and tokens that were sent, and the values that came back. With
     `lockstep` no result depends on the speed of the model: tokens are sent in a fixed order when
-    the next version is published or a batch needs them, and the caller waits for all values.
+    the next version is published or when a batch needs their values. The caller then waits for all
+    values.
     """
 
     def __init__(
         self, link: Link, add_scores: Callable[[Iterable[Any], int], None], *, lockstep: bool
     ) -> None:
-        """Create the record of a second model to which nothing was sent yet. `link` connects to it.
+        """Create the record of a second model to which nothing was sent yet. `link` is the
+        connection.
 
-        `add_scores` is called for each reply with log-probabilities: with its rows, and with the
-        number of tokens in the forward passes that computed them.
+        `add_scores` is called for each reply with log-probabilities. Its arguments are the rows of
+        the reply, and the number of tokens in the forward passes that computed them.
         """
         self.loaded = -1
         """The version of the weights that the second model has. -1 before it has any."""
@@ -69,7 +71,7 @@ class SecondModel:
         self._held: Pieces = {}
         """Tokens that `lockstep` holds back, to be sent later."""
         self._unscored: dict[PieceKey, None] = {}
-        """Keys of runs of tokens that were sent but whose log-probabilities have not come back yet,
+        """Keys of runs of tokens that were sent and whose log-probabilities have not come back yet,
         in the order of sending.
         """
 
@@ -79,7 +81,7 @@ class SecondModel:
         self.sent = version
 
     def on_piece(self, piece: "PendingPiece") -> None:
-        """Send sampled tokens to the second model. With `lockstep`, hold them back for now.
+        """Send sampled tokens to the second model. With `lockstep`, keep them to be sent later.
 
         Does not block.
         """
@@ -89,7 +91,7 @@ class SecondModel:
             self._send({key_of(piece): text_of(piece)})
 
     def finish_version(self) -> float:
-        """With `lockstep`, wait for the log-probabilities of all tokens.
+        """With `lockstep`, wait for the log-probabilities of all tokens. Otherwise, do nothing.
 
         Return the seconds waited.
         """
@@ -127,14 +129,14 @@ class SecondModel:
         self._link.score(pieces)
 
     def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
-        """Return True if a run of tokens with a `wanted` key still lacks its values.
+        """Return True if the log-probabilities of a run of tokens with a `wanted` key have not come
+        back.
 
         Only runs of versions that were sent count.
         """
         return any(key.version <= self.sent and wanted(key) for key in self._unscored.copy())
 
     def _receive_until(self, done: Callable[[], bool]) -> float:
-        """Receive replies until `done()` is True. Return the seconds waited."""
         began = time.perf_counter()
         while (replies := self._link.receive(wait=not done())) is not None:
             for reply in replies:

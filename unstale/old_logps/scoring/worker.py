@@ -1,8 +1,8 @@
 """The child process of the route `old_logit_model`, which computes old log-probabilities.
 
-The process scores all tokens of a version before it loads the next version. It keeps its replies in
-memory until the trainer reads them, so the process never waits for the socket. It ends when the
-trainer closes the connection.
+The process computes the values of all tokens of a version before it loads the next version. It
+keeps its replies in memory until the trainer reads them, so the process never waits for the socket.
+It ends when the trainer closes the connection.
 """
 
 import json
@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 20
 
 
 def main(descriptor: int, options: str) -> None:
-    """Compute log-probabilities for a trainer: read messages from a socket, and answer them.
+    """Compute log-probabilities for a trainer: read requests from a socket, and reply.
 
     `descriptor` is the file descriptor of the socket. `options` is the result of `Scorer.export`,
     as JSON.
@@ -50,9 +50,9 @@ class _ScoringWorker:
         self._replies = bytearray()
 
     def serve(self) -> None:
-        """Read messages, then run one forward pass or load one version, and repeat.
+        """Repeat: read messages, then run one forward pass or load one version.
 
-        Return when the other end closes the connection.
+        Return when the trainer closes the connection.
         """
         poll = select.poll()
         while True:
@@ -82,7 +82,6 @@ class _ScoringWorker:
         return bool(data)
 
     def _score(self, pieces: Pieces) -> None:
-        """Compute log-probabilities of sampled tokens with the loaded weights, and send them."""
         self._reply(answer(self._scorer, pieces))
 
     def _load(self, version: int, body: bytearray) -> None:
@@ -96,7 +95,7 @@ class _ScoringWorker:
 def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, PieceText]]:
     """Yield the runs of sampled tokens in a message, each with the text that the model reads.
 
-    The body of the message has their routed experts and sampling sets, concatenated.
+    The body of the message has their routed experts and kept sets, concatenated.
     """
     start = 0
     for fields, tokens, about, size in header["pieces"]:

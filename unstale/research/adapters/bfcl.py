@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import cache
 from hashlib import blake2b
 from importlib import import_module
@@ -313,6 +314,12 @@ class BfclTurns:
         results = iter(await self._run(None) if good else [])
         texts = [problem or str(next(results)) for problem in problems]
         return Turn(tuple(Message("tool", text) for text in texts))
+
+    def fork(self) -> "BfclTurns":
+        copied = BfclTurns(self._entry)
+        copied._functions = set(self._functions)
+        copied._turns = deepcopy(self._turns)
+        return copied
 
     def _question(self) -> tuple[Message, ...]:
         """Return the messages that begin the current turn: the question, and possibly new tools."""

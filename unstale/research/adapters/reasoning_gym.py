@@ -20,7 +20,16 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
 from unstale.config import ConfigError, nearest
-from unstale.envs import EnvError, Message, NumberedTasks, ToolCall, Turn, calculator, sandbox
+from unstale.envs import (
+    LEARNS_NOTHING,
+    EnvError,
+    Message,
+    NumberedTasks,
+    ToolCall,
+    Turn,
+    calculator,
+    sandbox,
+)
 from unstale.envs.question import ToolRunner
 from unstale.records import Task
 
@@ -108,7 +117,7 @@ class ReasoningGymTasks(NumberedTasks):
         seed = self.seed_of(task)
         return Puzzle(name, seed, self._create(name, seed), self.evaluates[name], self.config)
 
-    def giveaways(self) -> str:
+    def notice(self) -> str:
         """Return a text that names the data sets which reward an empty or constant answer, or "".
 
         Constant answers are tried on `PROBED` puzzles. Data sets whose scorers evaluate answers as
@@ -125,7 +134,8 @@ class ReasoningGymTasks(NumberedTasks):
                 if mean >= GIVEAWAY:
                     found.append(f"{answer!r} gets {mean:.2f} in reasoning-gym:{name}")
                     break
-        return f"an answer that solves nothing is paid: {'; '.join(found)}" if found else ""
+        paid = f"an answer that solves nothing is paid: {'; '.join(found)}. {LEARNS_NOTHING}"
+        return paid if found else ""
 
     def text(self, task: Task) -> str:
         return self.puzzle(task).question
@@ -287,7 +297,7 @@ class CalculatorPuzzleEnv(PuzzleEnv):
 
     async def step(self, reply: Message) -> Turn:
         answers = await self._runner.answer(reply.tool_calls)
-        facts = {"tool_calls": float(self._runner.calls), "tool_errors": float(self._runner.errors)}
+        facts = self._runner.facts()
         if answers:
             return Turn(answers, facts=facts)
         score = await self._puzzle.score(reply.content.strip())

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from unstale.config import ConfigError
-from unstale.envs import ListedTasks, Taskset, Turn
+from unstale.envs import LEARNS_NOTHING, ListedTasks, Taskset, Turn
 from unstale.envs.mixed import MixedTasks
 from unstale.records import Task
 from unstale.research.adapters import _tau2_layouts as tau2
@@ -99,11 +99,11 @@ class Tau2Tasks(ListedTasks):
         """Return a new tau2 environment (tools and database) for the domain."""
         return tau2.registry.get_env_constructor(self.domain)()
 
-    def giveaways(self) -> str:
-        """Return a sentence with the number of training tasks that reward an agent without tool
-        calls.
+    def notice(self) -> str:
+        """Return sentences with the number of training tasks that reward an agent that calls no
+        tool.
 
-        In these tasks the database must not change. Return "" if there are none.
+        These are tasks in which the database must not change. "" if there are no such tasks.
         """
         tools = self.environment().tools
         count = sum(self.pays_talk(task, tools) for task in self.data["train"])
@@ -111,7 +111,8 @@ class Tau2Tasks(ListedTasks):
             return ""
         return (
             f"{count} of {len(self.data['train'])} training tasks of {self.name} pay an agent that "
-            "only talks: their reward is that of the final state, which is right already"
+            "only talks: their reward is that of the final state, which is right already. "
+            + LEARNS_NOTHING
         )
 
     def pays_talk(self, task: Any, tools: Any) -> bool:

@@ -51,7 +51,9 @@ class Game:
                 raise ValueError(f"it is played with a {type(self._game.state).__name__}")
 
     def observation(self) -> tuple[int, str]:
-        """Return the number of the player whose turn it is, and the text that this player sees."""
+        """Return the number of the player whose turn it is, and this player's observation as
+        text.
+        """
         with self._own_random():
             player, text = self._game.get_observation()
             return player, str(text).strip() or "(nothing)"
@@ -63,8 +65,8 @@ class Game:
             return bool(done)
 
     def result(self) -> tuple[Mapping[int, float], Mapping[int, Any]]:
-        """End the game. Return the reward of each player, and the game's further information on
-        each.
+        """End the game. Return the reward of each player, and further information of the game about
+        each player.
         """
         with self._own_random():
             rewards, info = self._game.close()

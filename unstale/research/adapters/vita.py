@@ -62,7 +62,7 @@ WINDOW = 10
 OVERLAP = 2
 """Number of messages that two consecutive windows share, as in VitaBench."""
 MAX_ANSWER_BYTES = 1 << 20
-"""Largest size in bytes of an answer from the model that plays the user."""
+"""Largest size in bytes of an answer from the model that simulates the user."""
 
 RUBRIC = """Decide if an assistant has met one requirement in a conversation with a user.
 `requirement` is what you decide about. `instruction` is what the user wants in all, and `time` the

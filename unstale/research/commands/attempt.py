@@ -17,7 +17,7 @@ from unstale.cli.verbs import (
     options_of,
 )
 from unstale.config import ConfigError
-from unstale.config.checks import bounded
+from unstale.config.checks import bounded, is_served
 from unstale.durability.console import Console
 
 
@@ -27,11 +27,19 @@ def _attempt(chosen: argparse.Namespace) -> int:
     config = configure_trained(chosen)
     with quick_imports():
         from unstale.research.attempt import AttemptOptions, attempt
-        from unstale.research.served_writer import ServedWriter
+        from unstale.research.scores import FolderScorer, Scorer, ServedScorer
+        from unstale.research.served_writer import ServedWriter, Writer
 
-    if bool(chosen.judge) != bool(chosen.judge_model) or (chosen.judge and not chosen.votes):
-        raise ConfigError("--judge and --judge-model name a judge together, and need --votes")
-    judge = ServedWriter(chosen.judge, chosen.judge_model) if chosen.judge else None
+    served = is_served(chosen.judge)
+    if served != bool(chosen.judge_model):
+        raise ConfigError("--judge URL and --judge-model name a served judge together")
+    judge: Writer | Scorer | None = None
+    if served and chosen.votes:
+        judge = ServedWriter(chosen.judge, chosen.judge_model)
+    elif served:
+        judge = ServedScorer(chosen.judge, chosen.judge_model)
+    elif chosen.judge:
+        judge = FolderScorer(chosen.judge)
     result = attempt(
         chosen.trained,
         config,
@@ -112,7 +120,19 @@ add = command(
         metavar="M",
         help="candidates that the search keeps after a stage; default: 2",
     ),
-    argument("--judge", default="", help="let a served model compare: http://host:port/v1"),
+    argument(
+        "--stages",
+        type=Path,
+        metavar="FILE",
+        help="search in the named stages of a file, in place of --search: what the policy reads at "
+        "their start, and what is run at their end",
+    ),
+    argument(
+        "--judge",
+        default="",
+        help="a reward model's folder, which scores attempts and stages; or a served model, "
+        "http://host:port/v1, which compares them, or scores them without --votes",
+    ),
     argument("--judge-model", default="", metavar="NAME", help="the served judge's name"),
     argument(
         "--collect",

@@ -34,6 +34,7 @@ def _probe(chosen: argparse.Namespace) -> int:
         top=chosen.top,
         student=chosen.student,
         contexts=tuple(chosen.context or [""]),
+        positions=chosen.positions,
     )
     result = probe_distillation(
         chosen.run, chosen.teacher, config, options, console=console_of(chosen)
@@ -48,8 +49,21 @@ def _probe(chosen: argparse.Namespace) -> int:
             words = repr(each.context) if each.context else "no text"
             console.print(f"\nthe teacher reads {words}", highlight=False, markup=False)
         Console().print(each.table())
+        if chosen.positions != "one":
+            Console().print(each.question_table())
     console.print(result[0].cost(), highlight=False)
     return 0
+
+
+def _positions(text: str) -> int | str:
+    """Return "one", "windows", or N of every N-th position. "all" is 1."""
+    if text in ("one", "windows"):
+        return text
+    if text.isdecimal() and int(text):
+        return int(text)
+    if text != "all":
+        raise argparse.ArgumentTypeError(f"must be one, all, windows or >= 1, got {text!r}")
+    return 1
 
 
 add = command(
@@ -67,7 +81,15 @@ add = command(
         "compare contexts, and may be empty",
     ),
     argument(
-        "--prefixes", type=COUNT, default=32, metavar="N", help="positions to look at; default: 32"
+        "--prefixes", type=COUNT, default=32, metavar="N", help="episodes to look at; default: 32"
+    ),
+    argument(
+        "--positions",
+        type=_positions,
+        default="one",
+        metavar="one|all|windows|N",
+        help="measure one random token of an episode, all sampled ones, one in each window of 1, "
+        "2, 4, ... tokens, or every N-th; default: one",
     ),
     argument(
         "--rollouts",

@@ -85,7 +85,7 @@ def _explain(name: str, *, as_json: bool) -> int:
         "papers": "; ".join(papers),
         "part of training": entry.slot,
         "changes": ", ".join(sorted(entry.changes)),
-        "needs": ", ".join(sorted(entry.requires)),
+        "needs": ", ".join(entry.needs),
         "formula from": entry.evidence,
         "about": entry.formula,
         "use it if": entry.use,

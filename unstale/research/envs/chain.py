@@ -6,15 +6,17 @@ tasks, plus `bonus` if a reply in a later, solved task names a skill. The episod
 its tasks do. Since all tasks are one episode, a reply that writes a skill also gets the credit for
 its later use. From SAGE (skills).
 
-The tasks of a chain are consecutive tasks of ENV: put similar rows of a file next to each other.
-Unlike in SAGE, earlier tasks stay in the context. So each reply is trained on in the context in
-which it was sampled, and the gradient is that of the whole reward.
+A chain has `length` consecutive tasks of ENV, and no two chains share a task: rows 1 and 2 of a
+file are a chain, and rows 3 and 4 the next. So write similar rows next to each other, and give the
+held-out rows in a file of their own. Unlike in SAGE, earlier tasks stay in the context. So each
+reply is trained on in the context in which it was sampled, and the gradient is that of the whole
+reward.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 from unstale.config import ConfigError, TaskConfig
@@ -63,7 +65,8 @@ class ChainTasks:
     def __init__(self, inner: Taskset, *, length: int = 2, bonus: float = 0.5) -> None:
         """Create the chains.
 
-        Raises `ConfigError` if the tasks of `inner` have no numbers, or if it has `combine()`.
+        Raises `ConfigError` if the tasks of `inner` have no numbers or are fewer than `length`, or
+        if it has `combine()`.
         """
         name = inner.name
         if implements(inner, RewardCombiner):
@@ -76,6 +79,11 @@ class ChainTasks:
                 f"tasks of {inner.name} cannot be chained: its class must be a NumberedTasks or "
                 "ListedTasks, whose tasks are numbered"
             )
+        if isinstance(inner, ListedTasks) and len(inner.data["train"]) < length:
+            raise ConfigError(
+                f"a chain of {inner.name} needs {length} training tasks (task.length), got "
+                f"{len(inner.data['train'])}"
+            )
         self.inner = inner
         self.name = f"chain:{inner.name}"
         self.tools: tuple[Mapping[str, Any], ...] = inner.tools
@@ -83,12 +91,19 @@ class ChainTasks:
 
     def train(self, seed: int) -> Iterator[Task]:
         for task in self.inner.train(seed):
-            yield Task(self.name, task.split, task.index)
+            if self._begins(task):
+                yield Task(self.name, task.split, task.index)
 
     def held_out(self, count: int) -> list[Task]:
-        tasks = self.inner.held_out(count + self._length - 1)
-        usable = islice(tasks, max(0, len(tasks) - self._length + 1))
-        return [Task(self.name, each.split, each.index) for each in usable]
+        tasks = self.inner.held_out(count * self._length)
+        return [Task(self.name, each.split, each.index) for each in tasks if self._begins(each)]
+
+    def _begins(self, task: Task) -> bool:
+        """Return whether a chain begins with a task of `inner`, so that all its tasks exist."""
+        place, number = task.index, math.inf
+        if isinstance(self.inner, ListedTasks):
+            place, number = self.inner.index_of(task), len(self.inner.data[task.split])
+        return place % self._length == 0 and place + self._length <= number
 
     def tasks_of(self, task: Task) -> list[Task]:
         """Return the tasks of `inner` that a chain consists of, in order."""

@@ -321,7 +321,7 @@ def read_pass_rates(path: Path, prefix: str, shared: Mapping[str, Any]) -> dict[
         raise ConfigError(f"task.pass_rates {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"task.pass_rates {path} is no file of `unstale eval --save`: {error}"
+            f"task.pass_rates {path} is not a file of `unstale eval --save`: {error}"
         ) from error
     for name, value in shared.items():
         if stored.get(name, value) != value:

@@ -5,7 +5,7 @@ type `image_url` with a data URL or the name of a file. The policy answers the r
 observations. A reply with the expert's tool calls, or without calls with its text, is right and has
 the reward 1; numbers of a call, such as a place on a screen, may differ by `tolerance`. A reply
 that only names the same tools has 0.5, any other 0. After a wrong reply, a patch shows the expert's
-step and what followed it, and the episode goes on, at most `patches` times. The episode is a
+step and its result, and the episode continues, at most `patches` times. The episode is a
 success if all replies were right. From UI-S1; `step_groups` with `cut_below` 1 cuts returns at
 patches.
 

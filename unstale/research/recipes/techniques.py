@@ -58,14 +58,14 @@ def long_horizon(**changes: Any) -> RunConfig:
 
 
 def hard_tasks(**changes: Any) -> RunConfig:
-    """Tasks that mostly fail: attempts go on from a right reply in place of their first wrong one.
+    """Tasks that mostly fail: attempts continue from a right reply in place of the first wrong one.
 
     The technique is retry (`correct`), with the replies of the task's demonstration as hints. Half
-    of the episodes of a group are first attempts. For tasks without demonstrations, use
-    `--retry.rule reflect`, where the policy writes what to change. For tasks of one reply, use the
-    technique `hints`. The loss imitates the right replies (`objective.placed anchor`). The desk and
-    the model are those of `retail`, whose tasks are easy: replace both. In three seeds on SmolLM2
-    it was not told apart from the plain recipe (docs/techniques.md).
+    of the episodes of a group are first attempts. All desks have demonstrations. For tasks without
+    any, use `--retry.rule reflect`, where the policy writes what to change. For tasks of one reply,
+    use the technique `hints`. The loss imitates the right replies (`objective.placed anchor`). The
+    desk and the model are those of `retail`, whose tasks are easy: replace both. In three seeds on
+    SmolLM2 it was not told apart from the plain recipe (docs/techniques.md).
     """
     config = retail(
         recipe="hard_tasks",

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import log, sqrt
 from statistics import stdev
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -65,7 +64,6 @@ _READ_BY = {
     "window": _PRICED,
     "std": _DARS,
     "level": ("interval",),
-    "explore": ("interval",),
     "cost": ("v05_risk",),
     "prior": _TRACKED,
     "decay": _TRACKED,
@@ -98,8 +96,8 @@ class AllocateConfig(Section, ForecastOptions, RateOptions, SuccessShare):
     slightly less.
     """
     window: PositiveInt = 64
-    """Only for `interval`, `v0` and `sqrt_law`: number of past groups over which
-    `mean` is taken.
+    """Only for `interval`, `v0` and `sqrt_law`: number of past groups over which the number of
+    episodes has the mean `mean`.
     """
     std: bool = False
     """Only for `dars_et` and `dars_hw`: S = 2 sqrt(p (1 - p)), which fits advantages that are
@@ -108,11 +106,6 @@ class AllocateConfig(Section, ForecastOptions, RateOptions, SuccessShare):
     level: Annotated[float, Range(above=0, high=0.9999)] = 0.95
     """Only for `interval`: probability that the confidence interval contains the
     true mean reward.
-    """
-    explore: NonNegative = 0.0
-    """Only for `interval`: weight of a bonus for exploration. The value of an episode grows by this
-    weight times sqrt(log(1 + T) / n), where n is the group's size before it and T the number of
-    episodes of the last `window` groups.
     """
     cost: NonNegative = 0.0039
     """Only for `v05_risk`: an episode is added if it lowers the squared error of the baseline by
@@ -143,8 +136,8 @@ class Allocate(ForecastUser):
         )
         self._recent: deque[Outcome] = deque(maxlen=options.window)
         self._price: float | None = None
-        """A group gets further episodes as long as each adds more utility than this. None if it
-        must be computed again: before the first batch, after each batch and after a restart.
+        """The utility that a further episode of a group must exceed to be added. None if it must be
+        computed again: before the first batch, after each batch and after a restart.
         """
 
     def first(self, task: str) -> int:
@@ -195,9 +188,7 @@ class Allocate(ForecastUser):
         options, size = self._options, len(rewards)
         if size < 2:
             return []
-        total = sum(len(each.rewards) for each in self._recent)
-        bonus = options.explore * sqrt(log(1 + total))
-        return interval_segments(size, left, stdev(rewards), level=options.level, bonus=bonus)
+        return interval_segments(size, left, stdev(rewards), level=options.level)
 
     def _num_worth_their_cost(self, group: GroupSoFar) -> int:
         """Return how many more episodes to add: each must lower the baseline's error by over
@@ -379,7 +370,7 @@ ENTRY = Entry(
     "rules but `v0` and `sqrt_law`, this number depends on rewards of the group, so a mean over "
     "the group is a biased baseline; that of `advantage.estimator rloo_first` is not. D and S do "
     "not change. Our own reading: the price, the decay of success rates, and of `interval` the "
-    "single second stage, s that does not change with n, and `explore`. V0 and V0.5 forecast p by "
+    "single second stage, and s that does not change with n. V0 and V0.5 forecast p by "
     "a model, as `forecast` = sampler does. A forecast is made before the group's rewards are "
     "known, so it adds no bias of its own.",
     requires=frozenset({"siblings"}),

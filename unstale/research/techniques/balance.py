@@ -107,7 +107,7 @@ class Balance:
 
 
 def _of_group(episodes: Sequence[Trajectory]) -> tuple[float, float, float]:
-    """Return three numbers about the different first replies of a group (its arms).
+    """Return three numbers about the different first replies of a group, which are called arms.
 
     They are the total probability of all arms, the change of the probability of right arms by a
     gradient step, and the largest loss of probability of all other replies.

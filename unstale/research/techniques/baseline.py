@@ -4,7 +4,7 @@ The advantage of an episode with reward r is (r - b) / s. m is the group's mean,
 the expected reward of the task: the mean of a Beta distribution of earlier groups.
 
 `mean`, `loo`: b is m, or with `loo` (leave one out) the mean of the other episodes.
-`median`: b is the median. With `pivot`, advantages are multiplied by n / (the number of episodes
+`median`: b is the median. The advantages are multiplied by n / (the number of episodes
 whose reward is not b). With `scale` = mad it is MC-GRPO, whose groups have one episode more, of
 which one is the median and has no gradient.
 `prior`: b = V. With groups of one episode and `scale` = batch it is the baseline of MSSR (built on
@@ -21,7 +21,7 @@ has the features of its prompt alone. In the first batch, b is that of `loo`. Fr
 two episodes for each task.
 
 s is 1 (`none`), the standard deviation of the group (`std`), the median of |r - median|, but at
-least `mad_floor`, plus 0.001 (`mad`), or the standard deviation of r - b over the batch, whose mean
+least 0.1, plus 0.001 (`mad`), or the standard deviation of r - b over the batch, whose mean
 is subtracted, too (`batch`).
 
 With `forecast` = sampler, V is the forecast of `predicted_sampler` instead, as in V0.5. It also
@@ -71,7 +71,6 @@ _PRIOR = ("prior", "shrink")
 _LEARNED = (*_PRIOR, "probe")
 """Baselines with which a group of equal rewards can have nonzero advantages."""
 _READ_BY = {
-    "pivot": ("median",),
     "leave_out": ("shrink",),
     **dict.fromkeys(("depth", "tokens", "examples", "ridge"), ("probe",)),
     **dict.fromkeys(
@@ -84,11 +83,16 @@ _READ_BY = {
             "keep",
             "discount_prior",
             "kl_target",
-            "keep_min",
         ),
         _PRIOR,
     ),
 }
+MAD_FLOOR = 0.1
+"""Lower limit of the median distance to the median. In most groups whose rewards have two values
+this distance is 0.
+"""
+KEPT_AT_LEAST = 0.875
+"""Smallest share of a task's earlier counts that is kept at a visit with `kl_target`, as in SPO."""
 EPSILON = 1e-6
 """A constant added to a standard deviation before dividing by it."""
 
@@ -106,14 +110,6 @@ class BaselineConfig(Section, ForecastOptions, VisitOptions):
     """The divisor of reward minus baseline. With `batch` the mean of the batch is subtracted first,
     but for `median` an advantage of 0 stays 0.
     """
-    mad_floor: NonNegative = 0.1
-    """Only for `scale` = mad: lower limit of the median distance to the median. In most groups
-    whose rewards have two values this distance is 0.
-    """
-    pivot: bool = True
-    """Only for `median`: multiply the advantages by n / (number of episodes whose reward is not the
-    median), where n is the size of the group.
-    """
     leave_out: bool = False
     """Only for `shrink`: leave the episode's own reward out of the group's mean m and size n."""
     reward_min: float = 0.0
@@ -123,12 +119,8 @@ class BaselineConfig(Section, ForecastOptions, VisitOptions):
     kl_target: NonNegative = 0.0
     """Only for `prior` and `shrink`: forget earlier results faster while the policy changes. At
     each visit to a task, the share 2^(-KL / kl_target) of its earlier counts of results is kept, at
-    most `keep` and at least `keep_min`. KL is the mean per token (k3) of the last step. 0 always
+    most `keep` and at least 0.875. KL is the mean per token (k3) of the last step. 0 always
     keeps `keep`. The paper SPO uses 0.06.
-    """
-    keep_min: Annotated[float, Range(above=0, high=1)] = 0.875
-    """Only for `prior` and `shrink` with `kl_target`: smallest share of a task's earlier counts
-    that is kept at a visit.
     """
     depth: Annotated[float, Range(above=0, high=1)] = 0.5
     """Only for `probe`: share of the model's layers after which hidden states are read."""
@@ -146,11 +138,6 @@ class BaselineConfig(Section, ForecastOptions, VisitOptions):
             raise ConfigError(
                 f"baseline.reward_max must be > baseline.reward_min, got {self.reward_max:g} and "
                 f"{self.reward_min:g}"
-            )
-        if self.kl_target and self.keep_min > self.keep:
-            raise ConfigError(
-                f"baseline.keep_min must be <= baseline.keep ({self.keep:g}), got "
-                f"{self.keep_min:g}: they are the limits of the share that is left"
             )
         if self.centre in _LEARNED and self.scale in ("std", "mad"):
             raise ConfigError(
@@ -369,7 +356,7 @@ class MovingPriorBaseline(PriorBaseline):
 
     def _kept(self) -> float:
         options = self.options
-        return min(options.keep, max(options.keep_min, 2 ** (-self._kl / options.kl_target)))
+        return min(options.keep, max(KEPT_AT_LEAST, 2 ** (-self._kl / options.kl_target)))
 
 
 def make_baseline(options: BaselineConfig) -> Baseline:
@@ -400,8 +387,8 @@ def advantages(rewards: Tensor, options: BaselineConfig, *, value: Tensor | floa
         centred = centred / (spread + EPSILON)
     elif options.scale == "mad":
         distance = (rewards - _median(rewards)).abs()
-        centred = centred / (_median(distance).clamp(min=options.mad_floor) + 1e-3)
-    if options.centre == "median" and options.pivot:
+        centred = centred / (_median(distance).clamp(min=MAD_FLOOR) + 1e-3)
+    if options.centre == "median":
         differ = (centred != 0).sum(-1, keepdim=True)
         centred = centred * size / differ.clamp(min=1)
     if options.centre in _LEARNED:
@@ -479,11 +466,11 @@ def _describe(options: BaselineConfig) -> str:
         "none": "",
         "std": ", divided by the group's standard deviation",
         "mad": ", divided by the median distance to the median (at least "
-        f"{options.mad_floor:g}) plus 0.001",
+        f"{MAD_FLOOR:g}) plus 0.001",
         "batch": ", normalised over the batch",
     }[options.scale]
-    pivot = options.centre == "median" and options.pivot
-    factor = ", times n / (episodes that differ from it)" if pivot else ""
+    is_median = options.centre == "median"
+    factor = ", times n / (episodes that differ from it)" if is_median else ""
     cost = "; one more forward pass per batch" if options.centre == "probe" else ""
     return f"advantages are the reward minus {centre}{scale}{factor}{cost}"
 
@@ -606,10 +593,11 @@ ENTRY = Entry(
     measured=_MEASURED,
     exactness="With `scale` = none, `loo`, `prior`, `probe`, and `shrink` with `leave_out` do not "
     "change the mean of the gradient, because b does not depend on the episode's own reward. The "
-    "others bias it, as the group's mean does. D and S do not change. `mad_floor`, `leave_out`, "
-    "the decay per batch, the KL of the last step in `kl_target`, the Beta distribution as the "
-    "prior of V0.5, and of POISE the depth, the weights of the features, groups of more than two, "
-    "`loo` in the first batch and all replies instead of the first are our own reading.",
+    "others bias it, as the group's mean does. D and S do not change. The floor of 0.1, "
+    "`leave_out`, the decay per batch, the KL of the last step in `kl_target`, the Beta "
+    "distribution as the prior of V0.5, and of POISE the depth, the weights of the features, "
+    "groups of more than two, `loo` in the first batch and all replies instead of the first are "
+    "our own reading.",
     evidence="notes",
     fixed={
         "centre": "the checkpoint has the state of that baseline",

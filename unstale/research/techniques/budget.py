@@ -105,18 +105,15 @@ def half_width(size: int, deviation: float, level: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def interval_segments(
-    size: int, further: int, deviation: float, *, level: float, bonus: float
-) -> list[Segment]:
+def interval_segments(size: int, further: int, deviation: float, *, level: float) -> list[Segment]:
     """Return XRPO's utility of up to `further` episodes beyond `size`, as concave segments.
 
-    The utility of the n-th episode is the amount by which it narrows the confidence interval, plus
-    bonus / sqrt(n - 1).
+    The utility of the n-th episode is the amount by which it narrows the confidence interval.
     """
     utility = [0.0]
     for n in range(size, size + further):
         narrower = half_width(n, deviation, level) - half_width(n + 1, deviation, level)
-        utility.append(utility[-1] + narrower + bonus / sqrt(n))
+        utility.append(utility[-1] + narrower)
     return segments(utility)
 
 

@@ -1,10 +1,10 @@
 """`confidence_clip`: a clip and an advantage that depend on the confidence of a sequence.
 
-The limits `clip_low` and `clip_high` of a sequence are multiplied by
-narrowest + (widest - narrowest) * sigmoid(kappa (1 - C)), so a confident sequence has the narrower
-clip. Its advantages are multiplied by 1 + a S, S = alpha H + beta (1 - C). C is the mean
-probability of its last `tail` sampled tokens under the engine's policy, and H the mean entropy of
-the policy over its sampled tokens, in nats. From ECHO (arXiv 2602.02150), without its trees.
+The limits `clip_low` and `clip_high` of a sequence are multiplied by 0.5 + sigmoid(5 (1 - C)), so a
+confident sequence has the narrower clip. Its advantages are multiplied by 1 + a S, S = alpha H +
+beta (1 - C). C is the mean probability of its last `tail` sampled tokens under the engine's policy,
+and H the mean entropy of the policy over its sampled tokens, in nats. From ECHO (arXiv 2602.02150),
+without its trees.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Section, Share
+from unstale.config.checks import NonNegative, PositiveInt, Section, Share
 from unstale.config.techniques import Entry, require_value
 from unstale.objectives.clips import ClippedObjective
 from unstale.research.techniques.sequences import mean_of
@@ -25,19 +25,16 @@ if TYPE_CHECKING:
     from unstale.config import ObjectiveConfig, RunConfig
     from unstale.records import Batch
 
+NARROWEST = 0.5
+"""Factor of `clip_low` and `clip_high` of a sequence with confidence 1, less sigmoid(0) = 0.5."""
+KAPPA = 5.0
+"""Speed with which the factor of the clip grows as the confidence falls."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfidenceClipConfig(Section):
     """A clip and an advantage that depend on the confidence of a sequence (ECHO)."""
 
-    narrowest: NonNegative = 0.5
-    """Smallest factor of `clip_low` and `clip_high`, which very confident sequences approach."""
-    widest: NonNegative = 1.5
-    """Largest factor of `clip_low` and `clip_high`. At confidence 1, the factor is the mean of
-    `narrowest` and `widest`.
-    """
-    kappa: NonNegative = 5.0
-    """Speed with which the factor of the clip grows as the confidence falls."""
     tail: PositiveInt = 64
     """Number of sampled tokens at the end of a sequence whose mean probability is its confidence.
     """
@@ -47,13 +44,6 @@ class ConfidenceClipConfig(Section):
     """Weight in S of the mean entropy H of a sequence, in nats."""
     beta: Share = 0.5
     """Weight in S of 1 - C, where C is the confidence of a sequence."""
-
-    def check_combination(self) -> None:
-        if self.narrowest > self.widest:
-            raise ConfigError(
-                "confidence_clip.narrowest must be <= confidence_clip.widest, got "
-                f"{self.narrowest:g} and {self.widest:g}"
-            )
 
 
 class ConfidenceClip:
@@ -78,9 +68,9 @@ class ConfidenceClip:
         from unstale.algorithms.objectives import Surrogate
 
         assert isinstance(options, ClippedObjective), options
-        own, advantage = self._options, torch.where(batch.sampled, batch.advantage, 0.0)
-        rise = torch.sigmoid(own.kappa * (1 - confidence(batch, own.tail)))
-        width = (own.narrowest + (own.widest - own.narrowest) * rise)[batch.sequence]
+        advantage = torch.where(batch.sampled, batch.advantage, 0.0)
+        unsure = 1 - confidence(batch, self._options.tail)
+        width = (NARROWEST + torch.sigmoid(KAPPA * unsure))[batch.sequence]
         ratio = bounded_exp(log_ratio)
         low = (1 - options.clip_low * width).clamp(min=0).to(ratio.dtype)
         high = (1 + options.clip_high * width).to(ratio.dtype)
@@ -114,7 +104,7 @@ def _check(options: ConfidenceClipConfig, config: RunConfig) -> None:
 
 def _describe(options: ConfidenceClipConfig) -> str:
     return (
-        f"the clip of a sequence times {options.narrowest:g} to {options.widest:g}, the narrower "
+        f"the clip of a sequence times {NARROWEST + 0.5:g} to {NARROWEST + 1:g}, the narrower "
         f"the more confident; its advantages times 1 + {options.a:g} "
         f"({options.alpha:g} H + {options.beta:g} (1 - C)); one more forward pass per batch, with "
         "entropies"
@@ -143,7 +133,7 @@ ENTRY = Entry(
     measured=_MEASURED,
     exactness="The advantages of a group no longer have the mean 0, and the band of S differs by "
     "sequence. D does not change. C as the probability of the sampled tokens, the clip as a factor "
-    "of the configured one, and all defaults are our own reading.",
+    "of the configured one, its limits and all defaults are our own reading.",
     requires=frozenset({"entropy"}),
     evidence="own reading",
 )

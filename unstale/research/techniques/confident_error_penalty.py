@@ -1,8 +1,8 @@
 """`confident_error_penalty`: a stronger correction where the policy grew more confident of errors.
 
 A negative advantage is multiplied by 1 + alpha * softplus(c), where c = log pi - log pi_ref of the
-sequence, summed over its sampled tokens. pi is the current policy, pi_ref the one from which the
-run started. Positive advantages do not change. From ACE (arXiv 2602.21420).
+sequence, summed over its sampled tokens and at most 10. pi is the current policy, pi_ref the one
+from which the run started. Positive advantages do not change. From ACE (arXiv 2602.21420).
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from unstale.techniques.hooks import Shaped, Signals
 if TYPE_CHECKING:
     from unstale.records import Batch
 
+MAX_SHIFT = 10.0
+"""Largest confidence shift c = log pi - log pi_ref that counts. Without a limit, long sequences
+would have very large factors.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfidentErrorPenaltyConfig(Section):
@@ -28,10 +33,6 @@ class ConfidentErrorPenaltyConfig(Section):
     over: Literal["sum", "mean"] = "sum"
     """The confidence shift c of a sequence: the sum of log pi - log pi_ref over its sampled tokens,
     as in the paper, or the mean.
-    """
-    max_shift: Positive = 10.0
-    """Largest confidence shift c = log pi - log pi_ref that counts. Without a limit, long sequences
-    would have very large factors.
     """
 
 
@@ -48,7 +49,7 @@ class ConfidentErrorPenalty:
         options = self._options
         over = sum_of if options.over == "sum" else mean_of
         shift = over(signals.logp - signals.reference_logp, batch)
-        factor = 1 + options.alpha * softplus(shift.clamp(max=options.max_shift))
+        factor = 1 + options.alpha * softplus(shift.clamp(max=MAX_SHIFT))
         factor = factor.to(batch.advantage.dtype)[batch.sequence]
         advantage = torch.where(batch.advantage < 0, batch.advantage * factor, batch.advantage)
         return Shaped(advantage, batch.trained)
@@ -57,7 +58,7 @@ class ConfidentErrorPenalty:
 def _describe(options: ConfidentErrorPenaltyConfig) -> str:
     return (
         f"negative advantages times 1 + {options.alpha:g} softplus(c), c = log pi - log pi_ref: "
-        f"the {options.over} over a sequence, at most {options.max_shift:g}; a copy of the first "
+        f"the {options.over} over a sequence, at most {MAX_SHIFT:g}; a copy of the first "
         "policy in memory, and two more forward passes per batch"
     )
 
@@ -80,7 +81,7 @@ ENTRY = Entry(
     use="The policy is confident of wrong answers, and few samples show it a right one.",
     measured=_MEASURED,
     exactness="The advantages of a group no longer have the mean 0: the gradient of a task is not "
-    "that of its expected reward. D and S do not change. `max_shift` is not in the paper.",
+    "that of its expected reward. D and S do not change. The limit of c is not in the paper.",
     requires=frozenset({"reference"}),
     evidence="notes",
 )

@@ -72,7 +72,9 @@ class EpisodeFilterConfig(Section):
     otherwise at least 2. The number changes linearly from `n` to this.
     """
     target: Share = 0.5
-    """Only for `balanced`: the wanted mean of the rewards, which should be from 0 to 1."""
+    """Only for `balanced`: target of the mean reward of the chosen episodes. Rewards should be from
+    0 to 1.
+    """
     order: Literal["sort", "sample"] = "sort"
     """Only for `clean_success`: keep the successes with the lowest penalties, or draw successes
     with weights 1 / penalty.
@@ -235,9 +237,10 @@ def contrast(rewards: Sequence[float], size: int) -> frozenset[int]:
 
 
 def balanced(rewards: Sequence[float], size: int, *, target: float) -> frozenset[int]:
-    """Return the indices of `size` rewards: some of the lowest and the rest of the highest.
+    """Return the indices of `size` rewards whose mean is near `target`.
 
-    Of all such choices, their mean is nearest to `target`.
+    They are the n lowest and the `size` - n highest rewards. n makes their mean nearest to
+    `target`.
 
     >>> sorted(balanced([0.9, 0.8, 0.2, 0.1], 2, target=0.5))
     [0, 3]

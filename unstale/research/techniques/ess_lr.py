@@ -9,7 +9,6 @@ policy mu. From VCPO (arXiv 2602.17616).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from unstale.config.checks import Positive, Section
 from unstale.config.techniques import Entry
@@ -24,8 +23,6 @@ class EssLrConfig(Section):
     """The learning rate is lowered only while ESS / n, the effective share of a step's n sequences,
     is below this value.
     """
-    law: Literal["sqrt", "linear"] = "sqrt"
-    """The learning rate is multiplied by ESS / n (`linear`) or by its square root."""
 
 
 class EssLr:
@@ -38,17 +35,15 @@ class EssLr:
         # The largest weight cancels in the ratio. Without it, exp could overflow.
         weight = (seen.log_weight - seen.log_weight.max()).exp()
         share = float(weight.sum() ** 2 / (weight * weight).sum()) / len(weight)
-        effective = share / self._options.base
-        factor = effective if self._options.law == "linear" else effective**0.5
-        return StepPlan(lr_factor=min(1.0, factor), metrics={"ess_lr/effective_share": share})
+        factor = min(1.0, (share / self._options.base) ** 0.5)
+        return StepPlan(lr_factor=factor, metrics={"ess_lr/effective_share": share})
 
 
 def _describe(options: EssLrConfig) -> str:
     share = "ESS / n" if options.base == 1 else f"ESS / n / {options.base:g}"
-    factor = f"sqrt({share})" if options.law == "sqrt" else share
     return (
-        f"the learning rate times {factor}, at most 1, where ESS is that of pi / mu over sequences;"
-        " sequences with advantage 0 need a forward pass, too"
+        f"the learning rate times sqrt({share}), at most 1, where ESS is that of pi / mu over "
+        "sequences; sequences with advantage 0 need a forward pass, too"
     )
 
 

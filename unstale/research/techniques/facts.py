@@ -30,8 +30,8 @@ class Seen:
         """
 
     def update(self, now: bool, *, counts: bool, progress: float) -> bool:
-        """Record a batch. Return True if it has the property (`now`), or if an earlier one had or
-        may have.
+        """Record a batch, with `now` True if it has the property. Return True if this batch has the
+        property, or if an earlier batch had it or may have had it.
 
         `counts` is False for a batch that cannot have the property. `progress` is the share of the
         run's steps that are done. It is above 0 in the first batch of a resumed run.

@@ -44,13 +44,15 @@ class HardTaskStagesConfig(Section, RateOptions, SuccessShare):
     size: PositiveInt = 64
     """Number of episodes of the groups of the second stage."""
     hard: Annotated[float, Range(above=0, high=1)] = 0.25
-    """Share of the tasks seen so far, the hardest ones, with which the second stage begins."""
+    """Share of the tasks seen so far with which the second stage begins. These are the tasks with
+    the lowest success rates.
+    """
     keep: Annotated[float, Range(above=0, high=1)] = 0.5
-    """Share of the hard tasks that remains after each pass, which has as many groups as hard
-    tasks.
+    """Share of the hard tasks that remains hard after each pass. A pass ends when each hard task
+    has had one group on average.
     """
     least: PositiveInt = 8
-    """Smallest number of hard tasks. They do not become fewer."""
+    """Smallest number of hard tasks. `keep` does not reduce them further."""
     decay: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of a task's counts of successes and failures that is kept after each batch."""
 

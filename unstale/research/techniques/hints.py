@@ -51,7 +51,7 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintsConfig(Section):
-    """Hints at the start of replies, longer ones for harder tasks (ADHint)."""
+    """Hints at the start of replies, which are longer for harder tasks (ADHint)."""
 
     number: Count = 0
     """Number of episodes of a group with a hint; 0 is half of `schedule.group_size`."""
@@ -68,12 +68,12 @@ class HintsConfig(Section):
     its share w of the solution.
     """
     baseline: Literal["joint", "apart"] = "joint"
-    """The episodes of a group whose mean reward is subtracted: all (`joint`), or either those with
-    a hint or those without, whichever the episode belongs to (`apart`).
+    """The baseline of an episode's advantage: the mean reward of all episodes of the group
+    (`joint`), or only of those that also have a hint, or also have none (`apart`).
     """
     gap: bool = False
-    """Multiply two kinds of advantages by 1 + g: positive ones of episodes without a hint, and
-    negative ones of those with a hint. g is the group's mean reward with hints minus that without,
+    """Multiply positive advantages of episodes without a hint, and negative advantages of episodes
+    with a hint, by 1 + g. g is the group's mean reward with hints minus its mean reward without,
     with rewards clipped to 0..1.
     """
 
@@ -243,6 +243,7 @@ ENTRY = Entry(
     describe=_describe,
     requires=frozenset({"siblings", "rewards"}),
     check=_check,
+    task_methods=lambda options: () if options.solution else ("demonstration", "data_of"),
     complete=complete_number,
     use="Most tasks always fail, and solutions are known. Tasks need a field with a solution, or a "
     "task set with demonstrations.",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from unstale.config.checks import ConfigError, NonNegative, Section
+from unstale.config.checks import ConfigError, Section
 from unstale.config.techniques import Entry, chosen, require_value
 from unstale.records import group_of
 from unstale.research.techniques.sequences import mean_of, sum_of
@@ -36,8 +36,6 @@ class LeastVarianceBaselineConfig(Section):
     """The gradient whose norm g is used: by all trained weights, or only by the output head, which
     costs no backward pass through the layers.
     """
-    max_weight: NonNegative = 0.0
-    """Upper limit of a sequence's ratio w = pi / mu; 0 sets no limit, as in the paper."""
 
 
 class LeastVarianceBaseline:
@@ -62,9 +60,6 @@ class LeastVarianceBaseline:
         count = batch.num_sequences
         scope = group_of(batch) if options.scope == "group" else torch.zeros(count).long()
         log_weight = sum_of(signals.logp - batch.behavior_logp, batch)
-        if options.max_weight:
-            limit = torch.tensor(options.max_weight, dtype=torch.float64)
-            log_weight = torch.minimum(log_weight, limit.log())
         # A sequence without sampled tokens has no gradient, so it has no part in a baseline.
         active = batch.sequence[batch.sampled].unique()
         reduced = mean.clone()
@@ -94,7 +89,9 @@ def baseline(values: Tensor, log_weight: Tensor, scope: Tensor) -> Tensor:
 
 
 def _differing(values: Tensor, scope: Tensor) -> Tensor:
-    """Return a mask `[n]`: True for values whose scope has several different values."""
+    """Return a mask `[n]`: True for values whose scope (a group of values) has several different
+    values.
+    """
     size = int(scope.max()) + 1
     high = values.new_full((size,), -float("inf")).scatter_reduce(0, scope, values, "amax")
     low = values.new_full((size,), float("inf")).scatter_reduce(0, scope, values, "amin")
@@ -136,10 +133,9 @@ def _check(options: LeastVarianceBaselineConfig, config: RunConfig) -> None:
 def _describe(options: LeastVarianceBaselineConfig) -> str:
     cost = "backward" if options.norm == "full" else "forward"
     gradient = "" if options.norm == "full" else " of the output head"
-    limit = f", w at most {options.max_weight:g}" if options.max_weight else ""
     return (
         f"the advantages of a {options.scope} minus their mean, weighted by w^2 g^2 (w = pi / mu, "
-        f"g the norm of the gradient{gradient}{limit}); one more {cost} pass per sequence of a "
+        f"g the norm of the gradient{gradient}); one more {cost} pass per sequence of a "
         f"{options.scope} whose rewards differ"
     )
 
@@ -175,6 +171,6 @@ ENTRY = Entry(
     "`correction.unit sequence`. It makes a step about half as fast.",
     measured=_MEASURED,
     exactness="A baseline that contains the sequence's own reward biases the gradient, as the "
-    "group's mean does. D and S do not change. `norm head` and `max_weight` are not in the paper.",
+    "group's mean does. D and S do not change. `norm head` is not in the paper.",
     requires=frozenset({"trajectory_gradients"}),
 )

@@ -85,9 +85,9 @@ def confidence(rows: Sequence[Row]) -> float:
 
 
 def chunk_of(leaf: Leaf, every: int) -> list[Row]:
-    """Return the tokens that an episode sampled since the last decision in the same reply.
+    """Return the tokens of an episode's last reply since the last decision on forks and pruning.
 
-    A decision is made after every `every` tokens of a reply.
+    Such a decision is made after every `every` tokens of a reply.
     """
     start, end = reply_spans(leaf.pieces)[-1]
     since = start + (end - start - 1) // every * every
@@ -103,7 +103,8 @@ def echo_width(most: int, entropy: float, sure: float) -> int:
 
 
 def aepo_roots(size: int, difference: float) -> int:
-    """Return AEPO's number of episodes of `size` that start from the prompt instead of a fork.
+    """Return the number of a group's `size` episodes that start from the prompt instead of a fork,
+    by AEPO's rule.
 
     `difference` is the entropy of the first reply minus that of replies to tools' results, in nats.
     """
@@ -420,10 +421,10 @@ def _is_on(fork: Fork, leaf: Leaf, leaves: Sequence[Leaf]) -> bool:
 
 
 def _entropies(leaf: Leaf, count: int) -> list[tuple[int, float]]:
-    """Return the position after the first `count` tokens of each reply, and their mean entropy in
-    nats.
+    """Return (position, entropy) for each reply of at least `count` tokens.
 
-    Replies with fewer tokens are skipped.
+    The position is that after the reply's first `count` tokens, in the episode. The entropy is the
+    mean over these tokens, in nats.
     """
     rows = {row.at: row.entropy for row in rows_of(leaf)}
     found = []

@@ -36,7 +36,7 @@ class MinproConfig(Section):
     itself.
     """
     reset: Literal["never", "turn"] = "never"
-    """Where the prefix of a token begins: `never` at the start of its sequence, `turn` at its
+    """The start of a token's prefix: `never` is the start of its sequence, `turn` the start of its
     reply.
     """
     cap: bool = False

@@ -4,7 +4,7 @@ The factor of the learning rate is share / base, at least `lowest` and at most 1
 is the part of the squared gradient that is not noise. S averages the squared norm of a step's
 gradient g over past steps, N the estimate m k |a / m - b / k|^2 of the variance of g, where a and b
 are the gradients of two halves with m and k groups, a + b = g. In both averages, the weight of a
-step falls by the factor `decay` per step. Steps with KL(pi_old || pi) above `max_kl` are skipped. A
+step falls by the factor 0.9 per step. Steps with KL(pi_old || pi) above `max_kl` are skipped. A
 paper on PPO with a million environments states that training ends on a plateau if steps are too
 large for their noise. The rule here is our own.
 """
@@ -23,6 +23,9 @@ from unstale.techniques.hooks import Outcome, StepPlan, StepSeen
 if TYPE_CHECKING:
     from unstale.config import RunConfig
 
+DECAY = 0.9
+"""Weight of the past steps in the averages of gradient noise and squared norm."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterStepConfig(Section):
@@ -36,16 +39,8 @@ class OuterStepConfig(Section):
     """Smallest factor of the learning rate. With 1, the learning rate never changes, so that the
     technique only adds metrics.
     """
-    decay: Share = 0.9
-    """Weight of the past steps in the averages of gradient noise and squared norm: 0 uses only the
-    current step.
-    """
     max_kl: NonNegative = 0.0
     """Steps with a larger KL(pi_old || pi) per token, in nats, are skipped; 0 skips none."""
-
-    def check_combination(self) -> None:
-        if self.decay == 1:
-            raise ConfigError("outer_step.decay must be below 1, got 1: 1 forgets every new step")
 
 
 class OuterStep:
@@ -64,7 +59,7 @@ class OuterStep:
         now = (seen.gradient_noise, seen.grad_norm**2)
         if math.isfinite(now[0]):
             past = zip(self._next, now, strict=True)
-            noise, square = (options.decay * old + (1 - options.decay) * new for old, new in past)
+            noise, square = (DECAY * old + (1 - DECAY) * new for old, new in past)
             self._next = (noise, square)
         noise, square = self._next
         share = 1 - noise / square if square else math.nan

@@ -177,8 +177,8 @@ class TextSampler(ABC):
         return Draw(context.random.choices(tasks, weights=weights.tolist())[0])
 
     def _due(self, tasks: Sequence[str]) -> str:
-        """Return the reference task among `tasks` whose last result is the oldest, or "" if there
-        is none.
+        """Return the reference task in `tasks` with the oldest result. "" if no reference task is
+        in `tasks`.
         """
         last = {task: place for place, (task, _, _) in enumerate(self._groups)}
         found = [task for task in tasks if task in self._reference]

@@ -146,7 +146,9 @@ class ProbedBatch:
     of its group. None before the first fit.
     """
     alone: Tensor | None
-    """As `predicted`, but only from the features of the prompt. None before the first fit."""
+    """Like `predicted`, but computed from the features of the prompt only. None before the first
+    fit.
+    """
 
     def rows_of(self, group: Group) -> Tensor:
         import torch

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from unstale.config.checks import ConfigError, Count, Section
 from unstale.config.techniques import Entry, refuse_slots, require_sequences
-from unstale.records import Failure, Fork, Group, Trajectory
+from unstale.records import Failure, Fork, Group, Trajectory, common_prefix
 from unstale.research.techniques.episode_filter import contrast, leave_out
 from unstale.techniques.hooks import CreditContext, Texts
 
@@ -35,7 +34,7 @@ class RegenerateConfig(Section):
 
     number: Count = 0
     """Number of episodes of a group that are sampled again and trained on; 0 is a quarter of
-    `schedule.group_size`, and at least 2. Sol-RL has 24 for 96 explored ones.
+    `schedule.group_size`, and at least 2. Sol-RL samples 96 episodes and 24 of them again.
     """
 
 
@@ -82,8 +81,7 @@ def _pairs(group: Group) -> list[tuple[Trajectory, Trajectory]]:
 
 def _equal_share(explored: Trajectory, again: Trajectory) -> float:
     """Return the share of an episode's tokens before the first one that differs."""
-    pairs = zip(explored.tokens, again.tokens, strict=False)
-    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    equal = common_prefix([explored.tokens, again.tokens])
     return equal / max(len(explored), len(again))
 
 

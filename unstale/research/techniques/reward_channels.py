@@ -50,8 +50,8 @@ class RewardChannelsConfig(Section):
     weights of a task set's `combine` are not used.
     """
     whiten: Literal["episodes", "tokens", "none"] = "episodes"
-    """How advantages are normalised over the batch: not, over episodes, or over episodes weighted
-    by their numbers of sampled tokens.
+    """Normalisation of advantages over the batch: `episodes` gives each episode the same weight,
+    `tokens` weights it by its number of sampled tokens, `none` does not normalise.
     """
 
     def by_name(self) -> Mapping[str, float]:

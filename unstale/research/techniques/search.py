@@ -1,26 +1,33 @@
-"""`search`: a group is a search tree whose nodes are whole answers, by several roles of the policy.
+"""`search`: a group is a search tree whose nodes are whole answers, by several agents.
 
 A group begins with `first` answers. Each further node is a new answer to the task, or improves an
 earlier answer: then its prompt ends with that answer and the request of a role. Thompson sampling
-chooses: at each node, from the root on, each answer below it and each role that could improve it
-draws a success rate from a Beta posterior of the rewards so far, and the largest draw is followed.
+chooses: at each node, from the root on, each answer below it and each agent with each role that
+could improve it draw a success rate from a Beta posterior of the rewards so far, and the largest
+draw is followed.
 
 The reward of an improvement is r + gamma (r - b), b = (1 - mix) r_parent + mix r_siblings. These
 are the reward of the answer that it improves, and the mean of the other improvements of that one.
 
-Several policies share a tree by the directory `folder`. Each is trained in a run of its own with
-the same tasks, and writes its best answer of each round there. The answers of the others are places
-at the top of the tree, too. Their rewards are not read: what improvements of them are worth here
-says where to go on, and r_parent is left out. From MARS^2.
+Without `folder` the agents are the roles of one policy. With it, several policies share one tree
+per task. Each is trained in a run of its own, with the same tasks and roles, and writes all its
+answers there with their places and rewards. Every run draws from the whole tree, and makes an
+answer only if the draw names its own policy: a draw for another policy is left to that one's run,
+which draws from the same tree. So a better policy makes more of the answers. With P policies a
+group ends after P `number` draws, or `number` answers. Parents and siblings by other policies count
+in the reward as their runs wrote it; it is not verified again. A policy whose run has ended keeps
+its share of the draws until its files are removed. From MARS^2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from math import isfinite
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unstale.config.checks import ConfigError, Count, NonNegative, PositiveInt, Section, Share
 from unstale.config.techniques import Entry, refuse_slots
@@ -34,15 +41,19 @@ if TYPE_CHECKING:
     from unstale.config import RunConfig
 
 EARLIER = "\n\nAn earlier answer was:\n"
-OTHER = "\n\nAnother agent's answer was:\n"
-"""Beginnings of the note with an answer to improve: one of this run, or of another one."""
+OTHER = "\n\nAnother answer was:\n"
+"""Beginnings of the note with an answer to improve: one of this group, or one of the folder."""
+KEPT = 32
+"""Number of answers, and of groups with their draws, that a run keeps in the folder for each task.
+A newer one replaces an older one, whose improvements are then at the top of the tree.
+"""
 CHARACTERS = 2000
 """Largest number of characters of an earlier answer in a prompt. Of a longer one,
 the end is used.
 """
 REFUSED = {
     "allocator": "which chooses the number of episodes of a group, too",
-    "distiller": "whose teacher scores sampled tokens only",
+    "distiller": "which is not built with it, because a teacher scores sampled tokens only",
     "filter": "which may leave out an answer that others improve",
     "source": "which stores single episodes",
 }
@@ -64,17 +75,19 @@ class SearchConfig(Section):
     at_once: PositiveInt = 2
     """Number of nodes that are chosen from the same results, and run concurrently."""
     roles: str = "Check it step by step and correct it.|Solve the task in another way."
-    """The requests with which the roles ask for an improvement, separated by `|`."""
+    """The requests with which the roles ask for an improvement, separated by `|`. Runs that share a
+    `folder` have the same ones.
+    """
     gamma: NonNegative = 0.5
-    """Weight gamma of r - b in the reward of an improvement: its reward r minus that of its parent
-    and siblings.
+    """Weight gamma of r - b in the reward of an improvement. r is the reward of the improved
+    answer, and b that of its parent and siblings.
     """
     mix: Share = 0.5
-    """Weight of the other improvements in the reward to which an improvement is compared."""
+    """Weight of the other improvements in the baseline of an improvement's reward."""
     folder: str = ""
-    """A directory that several runs with the same tasks share, for a common tree. Empty: none."""
+    """A directory that several runs with the same tasks share: one tree per task. Empty: none."""
     node: str = ""
-    """Only with `folder`: the name of this run there, which no other run has."""
+    """Only with `folder`: the name of this run in the folder. No other run may have it."""
 
     def check_combination(self) -> None:
         check_node("search", self.folder, self.node)
@@ -84,12 +97,29 @@ class SearchConfig(Section):
         return [each.strip() for each in self.roles.split("|") if each.strip()]
 
 
-Place = int | str | None
-"""A place in a tree: the number of an episode, an answer of another run, or None for the top."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """An answer in a tree."""
+
+    name: str
+    """`AGENT.EPISODE`."""
+    agent: str
+    """The name of the run whose policy gave it."""
+    role: int
+    """Index of the request that it follows. -1 for an answer that improves none."""
+    above: str
+    """Name of the answer that it improves. Empty at the top of the tree."""
+    reward: float
+    """The reward before the one of `search`."""
+    text: str = ""
+
+
+Message = tuple[str, str, Mapping[str, Any]]
+"""A message of the folder: its run, name and content."""
 
 
 class Search:
-    """A technique that lets roles of the policy improve answers chosen by Thompson sampling."""
+    """A technique that lets agents improve answers chosen by Thompson sampling."""
 
     def __init__(self, options: SearchConfig) -> None:
         """Create the technique. `options.number` must be above 0: `Entry.complete` replaces a 0."""
@@ -107,106 +137,180 @@ class Search:
         self, rounds: Sequence[Sequence[Trajectory | Failure]], texts: Texts
     ) -> Sequence[Fork | None]:
         results = [each for results in rounds for each in results]
-        nodes = [each for each in results if isinstance(each, Trajectory)]
-        begun = len(results) - self._options.first
-        number = min(self._options.at_once, self._options.number - begun)
-        if number <= 0 or not nodes:
+        ended = [each for each in results if isinstance(each, Trajectory)]
+        if not ended:
             return ()
-        newest = [each for each in rounds[-1] if isinstance(each, Trajectory)]
-        best = sorted(newest, key=lambda each: each.reward)[-1:]
-        own = {each.episode: _answer(each, texts) for each in best}
-        task = self._identify(nodes[0].task)
-        folder = self._options.folder
-        read = await in_thread(self._shared.exchange, task, own) if folder else []
-        others = [*dict.fromkeys(each[-CHARACTERS:] for each in read)]
-        random = Random(derive_seed(nodes[0].seed, "search", begun))
-        return [self._draw(nodes, others, texts, random) for _ in range(number)]
+        if not self._options.folder:
+            return self._draws(ended, len(results) - self._options.first, [], texts)[0]
+        task = self._identify(ended[0].task)
+        messages = await in_thread(self._shared.read, task)
+        # The folder has the draws of each round: others change the tree before a repeated call.
+        slot, key = f"draws{ended[0].episode % KEPT}", _digest(results)
+        drawn = _stored(messages, self._options.node, slot, ended[0].episode)
+        if key not in drawn:
+            spent = drawn.get(_digest(results[: -len(rounds[-1])]), {"spent": 0})["spent"]
+            shared = self._read(messages, ended)
+            starts, spent = self._draws(
+                ended, len(results) - self._options.first, shared, texts, spent
+            )
+            written = [each and {"parent": each.parent, "note": each.note} for each in starts]
+            drawn = {**drawn, key: {"spent": spent, "starts": written}}
+            newest = {each.episode for each in rounds[-1] if isinstance(each, Trajectory)}
+            nodes = self._nodes([each for each in ended if each.episode in newest], shared, texts)
+            own = {str(int(each.name.partition(".")[2]) % KEPT): asdict(each) for each in nodes}
+            draws = {slot: {"group": ended[0].episode, "draws": drawn}}
+            await in_thread(self._shared.write, task, {**own, **draws})
+        return [
+            each and Fork(each["parent"], 0, note=each["note"]) for each in drawn[key]["starts"]
+        ]
+
+    def _draws(
+        self,
+        ended: Sequence[Trajectory],
+        begun: int,
+        shared: Sequence[Node],
+        texts: Texts,
+        spent: int = 0,
+    ) -> tuple[list[Fork | None], int]:
+        """Return the starts of the next round, and the number of draws of the group so far.
+
+        `begun` answers were added to the first ones, by `spent` draws. A start is an answer and a
+        role, or None for a new beginning.
+        """
+        own = self._nodes(ended, shared, texts)
+        names = {each.name for each in (*own, *shared)}
+        tree = [
+            each if each.above in names else replace(each, above="") for each in (*own, *shared)
+        ]
+        agents = sorted({self._options.node, *(each.agent for each in shared)})
+        number = min(self._options.at_once, self._options.number - begun)
+        random = Random(derive_seed(ended[0].seed, f"search{self._options.node}", begun))
+        starts: list[Fork | None] = []
+        while len(starts) < number and spent < self._options.number * len(agents):
+            spent += 1
+            agent, role, place = self._draw(tree, agents, random)
+            if agent == self._options.node:
+                starts.append(self._start(role, place, own))
+        return starts, spent
 
     def _draw(
-        self, nodes: Sequence[Trajectory], others: Sequence[str], texts: Texts, random: Random
-    ) -> Fork | None:
-        """Return the start of a new node: an answer and a role, or None for a new beginning.
-
-        `others` are answers of other runs.
-        """
-        requests = self._options.requests
-        place: Place = None
+        self, tree: Sequence[Node], agents: Sequence[str], random: Random
+    ) -> tuple[str, int, Node | None]:
+        """Return an agent, its role and the answer that it improves. None for a new beginning."""
+        place: Node | None = None
         while True:
-            below: list[Place] = [each.episode for each in nodes if self._place(each) == place]
-            below += others if place is None else ()
-            arms = [(_sample(self._rewards(each, nodes), random), -1, each) for each in below]
-            for role in (-1,) if place is None else range(len(requests)):
-                rewards = [each.reward for each in nodes if role_of(each, requests) == role]
-                arms.append((_sample(rewards, random), role, None))
-            _, role, chosen = max(arms, key=lambda arm: arm[0])
-            if chosen is not None:
-                place = chosen
-            elif isinstance(place, str):
-                note = f"{OTHER}{place}\n\n{requests[role]}"
-                return Fork(nodes[0].episode, 0, note=note)
-            elif place is not None:
-                node = next(each for each in nodes if each.episode == place)
-                note = f"{EARLIER}{_answer(node, texts)}\n\n{requests[role]}"
-                return Fork(place, 0, note=note)
-            else:
-                return None
+            below = [each for each in tree if each.above == (place.name if place else "")]
+            arms: list[tuple[float, str, int, Node | None]] = [
+                (_sample(_rewards(each, tree), random), each.agent, -1, each) for each in below
+            ]
+            for agent in agents:
+                for role in range(len(self._options.requests)) if place else (-1,):
+                    made = [
+                        each.reward for each in tree if (each.agent, each.role) == (agent, role)
+                    ]
+                    arms.append((_sample(made, random), agent, role, None))
+            _, agent, role, chosen = max(arms, key=lambda arm: arm[0])
+            if chosen is None:
+                return agent, role, place
+            place = chosen
 
-    def _place(self, node: Trajectory) -> Place:
-        """Return the answer that an answer improves. None for one that improves none."""
-        note = node.fork.note if node.fork else ""
+    def _start(self, role: int, place: Node | None, own: Sequence[Node]) -> Fork | None:
+        if place is None:
+            return None
+        is_own = any(each.name == place.name for each in own)
+        parent, beginning = (place, EARLIER) if is_own else (own[0], OTHER)
+        note = f"{beginning}{place.text}\n\n{self._options.requests[role]}"
+        return Fork(int(parent.name.rpartition(".")[2]), 0, note=note)
+
+    def _read(self, messages: Sequence[Message], ended: Sequence[Trajectory]) -> list[Node]:
+        """Return the answers in the folder, without those of this group."""
+        group = {f"{self._options.node}.{each.episode}" for each in ended}
+        roles = range(-1, len(self._options.requests))
+        found = []
+        for run, _, message in messages:
+            match message:
+                case {
+                    "name": str(name),
+                    "role": int(role),
+                    "above": str(above),
+                    "reward": int() | float() as reward,
+                    "text": str(text),
+                } if role in roles and isfinite(reward) and 0 < len(text) <= CHARACTERS:
+                    node = Node(
+                        name=name, agent=run, role=role, above=above, reward=reward, text=text
+                    )
+                    found += [node] if name not in group else []
+        return found
+
+    def _nodes(
+        self, ended: Sequence[Trajectory], shared: Sequence[Node], texts: Texts | None = None
+    ) -> list[Node]:
+        """Return the answers of this group as nodes; without `texts`, their texts are empty."""
+        return [
+            Node(
+                name=f"{self._options.node}.{each.episode}",
+                agent=self._options.node,
+                role=role_of(each, self._options.requests),
+                above=self._above(each, shared),
+                reward=each.reward,
+                text=_answer(each, texts) if texts else "",
+            )
+            for each in ended
+        ]
+
+    def _above(self, answer: Trajectory, shared: Sequence[Node]) -> str:
+        """Return the name of the answer that an answer improves. Empty for one that improves none.
+
+        Of equal answers in the folder it is the first. For one that the folder has no more it is
+        the text.
+        """
+        if answer.fork is None:
+            return ""
+        note = answer.fork.note
         if not note.startswith(OTHER):
-            return node.fork.parent if node.fork else None
-        role = role_of(node, self._options.requests)
-        return note.removeprefix(OTHER).removesuffix(f"\n\n{self._options.requests[role]}")
-
-    def _rewards(self, place: Place, nodes: Sequence[Trajectory]) -> list[float]:
-        """Return the rewards of an answer of this run and of all that improve it, or only these."""
-        own = [each.reward for each in nodes if each.episode == place]
-        below = [each.episode for each in nodes if self._place(each) == place]
-        return [*own, *(reward for each in below for reward in self._rewards(each, nodes))]
+            return f"{self._options.node}.{answer.fork.parent}"
+        request = self._options.requests[role_of(answer, self._options.requests)]
+        text = note.removeprefix(OTHER).removesuffix(f"\n\n{request}")
+        return next((each.name for each in shared if each.text == text), text)
 
     def reward(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
-        changed = []
+        changed, gains, others, improved = [], list[float](), 0, 0
         for group in groups:
-            new = self._improved(group.trajectories)
+            messages = self._shared.read(self._identify(group.task)) if self._options.folder else []
+            shared = self._read(messages, group.finished)
+            tree = [*self._nodes(group.finished, shared), *shared]
+            rewards = {each.name: each.reward for each in tree}
+            foreign = {each.name for each in shared if each.agent != self._options.node}
+            new = []
+            for each, node in zip(group.trajectories, tree, strict=False):  # the tree is longer
+                more = self._advance(node, tree, rewards)
+                if more is not None:
+                    each = each.with_rewards({**each.rewards, "search": more}, {})
+                new.append(each)
+                improved += bool(node.above)
+                others += node.above in foreign
+                gains += [node.reward - rewards[node.above]] if node.above in rewards else []
             changed.append(replace(group, trajectories=tuple(new)))
-        improved = [each for group in groups for each in group.trajectories if each.fork]
-        of_others = sum(isinstance(self._place(each), str) for each in improved)
-        rewards = {each.episode: each.reward for group in groups for each in group.finished}
-        gains = [
-            each.reward - rewards[place]
-            for each in improved
-            if isinstance(place := self._place(each), int) and place in rewards
-        ]
         context.metrics["search/improvement_mean"] = fmean(gains) if gains else 0.0
         context.metrics["search/best_mean"] = _mean_best(groups)
         if self._options.folder:
-            context.metrics["search/other_share"] = of_others / max(1, len(improved))
+            context.metrics["search/other_share"] = others / max(1, improved)
             context.metrics["search/lost"] = self._shared.lost
         return changed
 
-    def _improved(self, nodes: Sequence[Trajectory]) -> list[Trajectory]:
-        rewards = {each.episode: each.reward for each in nodes}
-        places = {each.episode: self._place(each) for each in nodes}
-        found = []
-        for each in nodes:
-            place = places[each.episode]
-            beside = [
-                rewards[other]
-                for other in rewards
-                if places[other] == place and other != each.episode
-            ]
-            compared: list[tuple[float, float]] = []
-            if isinstance(place, int) and place in rewards:
-                compared.append((1 - self._options.mix if beside else 1.0, rewards[place]))
-            if beside and (compared or isinstance(place, str)):
-                compared.append((self._options.mix if compared else 1.0, fmean(beside)))
-            if compared:
-                base = sum(weight * reward for weight, reward in compared)
-                more = self._options.gamma * (each.reward - base)
-                each = each.with_rewards({**each.rewards, "search": more}, {})
-            found.append(each)
-        return found
+    def _advance(
+        self, node: Node, tree: Sequence[Node], rewards: Mapping[str, float]
+    ) -> float | None:
+        """Return gamma (r - b) of an improvement. None if there is nothing to compare with."""
+        beside = [
+            each.reward for each in tree if each.above == node.above and each.name != node.name
+        ]
+        mix = self._options.mix if beside else 0.0
+        if not node.above or (node.above not in rewards and not beside):
+            return None
+        mean = fmean(beside) if beside else 0.0
+        base = (1 - mix) * rewards[node.above] + mix * mean if node.above in rewards else mean
+        return self._options.gamma * (node.reward - base)
 
 
 def role_of(node: Trajectory, requests: Sequence[str]) -> int:
@@ -221,6 +325,28 @@ def _answer(node: Trajectory, texts: Texts) -> str:
     """Return the end of an answer's last reply, as text."""
     said = replies(node.pieces)
     return texts.text(said[-1][1]).strip()[-CHARACTERS:] if said else ""
+
+
+def _digest(results: Sequence[Trajectory | Failure]) -> str:
+    said = [
+        (each.episode, each.reward, each.tokens) if isinstance(each, Trajectory) else None
+        for each in results
+    ]
+    return blake2b(repr(said).encode(), digest_size=8).hexdigest()
+
+
+def _stored(messages: Sequence[Message], node: str, slot: str, group: int) -> dict[str, Any]:
+    """Return the draws of a group of this run, by the digest of the results before them."""
+    for run, name, message in messages:
+        if (run, name, message.get("group")) == (node, slot, group):
+            return dict(message["draws"])
+    return {}
+
+
+def _rewards(node: Node, tree: Sequence[Node]) -> list[float]:
+    """Return the rewards of an answer and of all that improve it."""
+    below = [each for each in tree if each.above == node.name]
+    return [node.reward, *(reward for each in below for reward in _rewards(each, tree))]
 
 
 def _sample(rewards: Sequence[float], random: Random) -> float:
@@ -271,8 +397,10 @@ A lock with 8 positions and 4 words, where an improvement keeps the right positi
 draws the others anew (`tests/techniques/test_search.py`): the mean best share of right positions in
 groups of 8 is 0.67 with a search and 0.48 with 8 independent answers. An improvement by a
 small policy may be none: `search/improvement_mean` shows it. Of two policies, one of which repairs
-the even positions and the other one the odd ones, the best of three groups is 0.60 in a common tree
-(`folder`), and 0.44 apart. It has not been measured on the desks.
+the even positions and the other one the odd ones, the best of three groups is 0.52 in a common tree
+(`folder`), and 0.44 apart, with 22 and 24 answers. Of a policy that always succeeds and one that
+never does, the first makes at least 10 times as many of the drawn answers. It has not been measured
+on the desks.
 """
 
 ENTRY = Entry(
@@ -290,7 +418,7 @@ ENTRY = Entry(
     measured=_MEASURED,
     exactness="Every episode has the prompt in which it was sampled, so D and S do not change. The "
     "objective does: improvements count in it, with the reward of their advance, and which answers "
-    "they improve depends on the rewards before. Rewards of other runs are not read, and a "
-    "directory instead of one process is our own reading.",
+    "they improve depends on the rewards before. Rewards of other runs are not verified again, and "
+    "a directory with the newest 32 answers of each run is our own reading of the common tree.",
     evidence="abstract",
 )

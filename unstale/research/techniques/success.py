@@ -221,12 +221,6 @@ class SuccessTracker:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state. Raises `ConfigError` if it was saved in the format of another release."""
-        if "num_batches" not in state:
-            raise ConfigError(
-                f"the checkpoint has success rates of the technique {self._name} in the format of "
-                "another release: resume the run with that release, or begin a new run"
-            )
         self._num_batches = int(state["num_batches"])
         rows = zip(state["tasks"], state["a"], state["b"], state["batches"], strict=True)
         self._counts = {task: BetaCounts(a, b, int(when)) for task, a, b, when in rows}

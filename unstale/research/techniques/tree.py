@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 REFUSED = {
     "allocator": "which chooses the number of episodes of a group, too",
-    "distiller": "which gives every episode the same weight",
+    "distiller": "which is not built with it, because it gives every episode the same weight",
     "filter": "which may leave out an episode, and with it the tokens that its forks share",
     "limiter": "which counts the replies of an episode from its beginning",
     "recredit": "whose comparisons count a shared reply several times",
@@ -262,8 +262,9 @@ def refuse_kept_sets(technique: str, config: RunConfig) -> None:
     """
     if config.engine.truncated_by:
         raise ConfigError(
-            f"the technique {technique} cannot be used with {config.engine.truncated_by}: text "
-            "that was drawn from kept sets has no log-probability in another context"
+            f"the technique {technique} is impossible with {config.engine.truncated_by}, because "
+            "text that was drawn from kept sets has no log-probability in another context. Sample "
+            "from the whole vocabulary"
         )
 
 
@@ -290,8 +291,8 @@ def check_sequences(config: RunConfig, technique: str = "tree") -> None:
     if over_tokens and config.engine.truncated_by:
         raise ConfigError(
             f"the technique {technique} needs sampling from the whole vocabulary if a ratio "
-            f"pi / pi_old is taken over several tokens, got {config.engine.truncated_by}: a forked "
-            "episode has no kept sets of its beginning"
+            f"pi / pi_old is taken over several tokens, got {config.engine.truncated_by}: not "
+            "built, because a forked episode has no kept sets of its beginning"
         )
     correction = config.correction
     if (
@@ -302,8 +303,9 @@ def check_sequences(config: RunConfig, technique: str = "tree") -> None:
         raise ConfigError(
             f"the technique {technique} needs sampling from the whole vocabulary if the route "
             f"{config.old_logps.route} is corrected over several tokens (correction.unit or "
-            f"correction.token_veto_threshold), got {config.engine.truncated_by}: the route scores "
-            "a forked episode's beginning in every training pass, without its kept sets"
+            f"correction.token_veto_threshold), got {config.engine.truncated_by}: not built, "
+            "because the route scores a forked episode's beginning in every training pass, without "
+            "its kept sets"
         )
 
 
@@ -357,6 +359,7 @@ ENTRY = Entry(
     check=_check,
     complete=_complete,
     signals=lambda options: options.reads_signals,
+    forks_after_turns=True,
     use="Episodes have a long beginning that is expensive to sample, such as many tool calls, or "
     "most of them show early that they fail. Use it with `tree_advantage`.",
     measured=_MEASURED,

@@ -63,8 +63,8 @@ class TreeAdvantageConfig(Section):
     advances by one with each version of the weights.
     """
     kept_leaves: Literal["all", "extremes"] = "all"
-    """`extremes`: of the tokens after an episode's last fork, only those of episodes with the
-    highest or the lowest reward of the group are trained on.
+    """`all` trains on all leaves of a tree, which are the ends of episodes after their last fork.
+    `extremes` trains only on the leaves with the highest or the lowest reward of the group.
     """
 
 
@@ -95,18 +95,27 @@ class Edge:
         """The weighted mean reward of the leaves below the edge, as in `over`."""
         return self.over(0.0)
 
-    def fused(self) -> float:
-        """Return the reward below the edge: that of its branches by their probabilities.
+    def fused(self, values: int = 1) -> float:
+        """Return the mean reward of the leaves below the edge, weighted by their `shares`."""
+        return math.fsum(share * leaf.reward for leaf, share in self.shares(values))
 
-        Pruned branches are left out. At least one leaf must be below the edge.
+    def shares(self, values: int = 1) -> Iterator[tuple[Trajectory, float]]:
+        """Yield the leaves below the edge with their weights, whose sum is 1.
+
+        The weight of a branch is in proportion to exp(log-probability of its tokens / `values`),
+        and that of a leaf is the product of its branches'. Pruned branches are left out. At least
+        one leaf must be below the edge.
         """
         kept = [each for each in self.below if any(each.leaves())]
         if not kept:
-            return self.trajectory.reward
-        logps = [each.logp() for each in kept]
+            yield self.trajectory, 1.0
+            return
+        logps = [each.logp() / values for each in kept]
         weights = [math.exp(logp - max(logps)) for logp in logps]
-        pairs = zip(weights, kept, strict=True)
-        return math.fsum(weight * each.fused() for weight, each in pairs) / math.fsum(weights)
+        total = math.fsum(weights)
+        for weight, each in zip(weights, kept, strict=True):
+            for leaf, share in each.shares(values):
+                yield leaf, weight / total * share
 
     def logp(self) -> float:
         """Return the log-probability of the edge's sampled tokens when the engine drew them."""
@@ -190,6 +199,15 @@ def survival(trajectory: Trajectory) -> float:
     return trajectory.facts.get(SURVIVAL, float(trajectory.stop != "pruned"))
 
 
+def effective_leaves(roots: Sequence[Edge], values: int = 1) -> float:
+    """Return the effective number of leaves of a tree by `Edge.shares`, as a mean over trees.
+
+    It is 1 / (sum of squared weights): all leaves if they have the same weight, and 1 if one leaf
+    has the whole weight.
+    """
+    return fmean(1 / math.fsum(share**2 for _, share in root.shares(values)) for root in roots)
+
+
 def leaf_weights(group: Group) -> dict[int, float]:
     """Return the weight of each finished episode, by its number: 1 for an episode without forks.
 
@@ -217,10 +235,16 @@ def _place(trajectory: Trajectory) -> int:
 class TreeAdvantage:
     """A technique that computes one advantage for every token of a tree of episodes."""
 
-    def __init__(self, options: TreeAdvantageConfig) -> None:
+    def __init__(self, options: TreeAdvantageConfig, values: int = 1) -> None:
+        """Create the technique.
+
+        `values` divides log-probabilities in `fusion` = path: the number of values that a token
+        has, if a token is a step that draws several of them (BranchGRPO's code has their mean).
+        """
         self._options = options
         is_fused = options.rule == "depth" and options.fusion == "path"
-        self._rule = partial(depth, value=Edge.fused) if is_fused else RULES[options.rule]
+        fused = partial(depth, value=lambda edge: edge.fused(values))
+        self._rule = fused if is_fused else RULES[options.rule]
 
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
         scored = []
@@ -257,7 +281,7 @@ class TreeAdvantage:
 
 
 def levels_of(roots: Sequence[Edge]) -> list[list[Edge]]:
-    """Return lists of edges: those without a fork before them, those with one fork, and so on."""
+    """Return the edges by their level: list n has the edges with n forks before them."""
     levels: list[list[Edge]] = []
     level = list(roots)
     while level:
@@ -350,13 +374,20 @@ the mean gradient with the true one.
 
 | rule | bias | cosine |
 |---|---|---|
-| `loo` | 0 | 1 |
+| `loo`; also with the other trees as the only baseline | 0 | 1 |
 | `pooled` | 0.430 | 0.969 |
+| `pooled` without the leaf itself in the mean (not offered) | 0.258 | 0.976 |
 | `depth` | 0.575 | 0.979 |
-| `loo`, forks of the finished episode at its largest entropy | 0.185 | 0.987 |
+| a place minus the place before it (not offered) | 0.710 | 0.716 |
+| `loo`, `tree.branch peaks` | 0.185 | 0.987 |
+| `loo`, `tree.branch unlikely` | 0.162 | 0.992 |
+| `loo`, `tree.branch second` | 0.137 | 0.981 |
+| `loo`, one tree, unlikely second tokens pruned, `tree.spare 0.5` | 0 | 1 |
+| the same with `tree.spare 0` | 0.721 | - |
+| the same without a baseline (not offered) | 0.803 | - |
 
-With one tree whose leaves are pruned if their second token was unlikely, the bias of `loo` is 0 if
-half of them survive with twice the weight (`tree.spare 0.5`), and 0.721 if none does (`0`).
+`pooled` gives every leaf the same weight. There is no such choice for `loo`, whose mean it would
+change: each branch of a fork has the same weight. `unstale lint` warns of each biased choice.
 
 A bias includes the scale: a cosine near 1 means that the direction is kept. It has not been
 measured on the desks.

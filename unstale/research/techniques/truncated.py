@@ -49,8 +49,8 @@ class Truncated:
         self._options = options
 
     def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
-        """Return the groups without cut-off episodes, or with changed rewards of these, by the
-        rule.
+        """Return the groups without cut-off episodes, or with other rewards for these episodes, as
+        the option `rule` demands.
         """
         selected = []
         finished = num_cut = 0
@@ -84,7 +84,8 @@ def is_cut(item: Trajectory) -> bool:
 
 
 def _graded(item: Trajectory, ended: Sequence[Trajectory], penalty: float) -> Trajectory:
-    """Return a cut-off episode with the mean rewards of the episodes `ended`, minus `penalty`.
+    """Return a cut-off episode whose reward is the mean reward of the episodes `ended`, minus
+    `penalty`.
 
     It does not count as a success.
     """

@@ -18,8 +18,8 @@ from unstale.rollout.endpoint.schemas import Refused
 
 Kind = Literal["weights", "sampler_weights"]
 KEPT_UNNAMED = 16
-"""Number of sampler weights without a name that are kept for each model. None outlives the
-service.
+"""Number of sampler weights without a name that are kept for each model. All are deleted when the
+service ends.
 """
 _SCHEME = "tinker://"
 _UNNAMED = "unnamed-"

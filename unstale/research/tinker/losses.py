@@ -1,4 +1,4 @@
-"""The losses of Tinker, among which the client chooses. Each is a sum over tokens.
+"""The losses of Tinker, from which a client chooses. Each is a sum over tokens.
 
 The ratio is exp(logp - behavior_logp), where behavior_logp is the client's `logprobs`: the
 log-probabilities under which the tokens were sampled.
@@ -46,8 +46,9 @@ def _cispo(logp: Tensor, given: Inputs) -> Tensor:
 
 
 def _dro(logp: Tensor, given: Inputs) -> Tensor:
-    """Return the loss of Direct Reward Optimization (arXiv 2405.19107), with a penalty of (log
-    r)^2.
+    """Return the loss of Direct Reward Optimization (arXiv 2405.19107) of each token.
+
+    It has a penalty of (log r)^2, where r is the ratio exp(logp - behavior_logp).
     """
     penalty = 0.5 * given["beta"] * (logp - given["logprobs"]).square()
     return penalty - logp * given["advantages"]

@@ -85,7 +85,7 @@ class Tenant:
     def add_session(self) -> str:
         """Begin a session and return its id.
 
-        Raises `Refused` if there are too many, of which none is idle.
+        Raises `Refused` if there are too many sessions and none is idle.
         """
         if len(self.seen) >= MAX_SESSIONS:
             self._drop_idle()

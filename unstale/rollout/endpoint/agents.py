@@ -19,7 +19,7 @@ from unstale.rollout.transcript import NotReplayed, Transcript
 
 
 class AgentRollout(Rollout):
-    """Runs episodes of external agents, which call the policy through an HTTP `endpoint`.
+    """A rollout of external agents, which call the policy through an HTTP `endpoint`.
 
     A branch is a further conversation of an episode. It begins when an agent edits the history that
     it sends. `on_event` is then called with `"forked"` and details as keyword arguments.
@@ -48,9 +48,10 @@ class AgentRollout(Rollout):
         """Run an agent to its end. Return its calls as one trajectory, with further conversations
         as branches.
 
-        Of the techniques' limits, only `reply_tokens` of `budget_use` applies. The others are
-        refused in runs of agents. Raises `EpisodeFailed` if the agent fails, and `NotReplayed` if a
-        resumed agent does not repeat its recorded calls.
+        Of the limits that techniques set, only the one on the tokens of a reply (`budget_use`)
+        applies. The others, such as `limit` on turns, are refused in runs of agents. Raises
+        `EpisodeFailed` if the agent fails, and `NotReplayed` if a resumed agent does not repeat its
+        recorded calls.
         """
         with stage("begin", self.config.timeout_s):
             caller = await self.make_env(task, env_seed)

@@ -21,8 +21,8 @@ from unstale.rollout.endpoint.wire import Choice, CompletionRequest
 Fields = dict[str, Any]
 Answer = asyncio.Task[list[Choice] | Refused]
 Texts = asyncio.Queue[tuple[int, str] | None]
-"""A queue of pairs (index of a choice, its whole text so far), one each time a text grows. None
-ends it. A choice is one of the `n` answers that a request asks for.
+"""A queue with an entry each time the text of an answer grows: (index of the answer among the `n`
+that a request asks for, its whole text so far). None ends the queue.
 """
 
 
@@ -42,8 +42,8 @@ class AnswerFormat:
     kinds = ("text_completion", "text_completion")
     """Values of OpenAI's field `object`: in a whole answer, and in each event of a stream."""
     opening: ClassVar[Fields] = {}
-    """Fields with which a stream begins each of the answers asked for (choices). Empty for no such
-    event.
+    """Fields of the event with which a stream begins each of the `n` answers that a request asks
+    for. Empty if there is no such event.
     """
     logprobs_of = staticmethod(wire.text_logprobs)
     last = "[DONE]"
@@ -122,9 +122,10 @@ class AnswerFormat:
     def choice(
         self, index: int, content: Fields, end: Fields | None = None, *, streamed: bool
     ) -> Fields:
-        """Return one of the answers asked for, or the part of a streamed one that adds `content`.
+        """Return the JSON object of an answer, the one with this index among those asked for.
 
-        `end` has the fields that only the last part of an answer has (see `end_of`).
+        In a stream (`streamed`), it is the part of the answer in one event, with the new text in
+        `content`. `end` has the fields that only the last part has (see `end_of`).
         """
         return {"index": index, "text": "", **content, **(end or _NO_END)}
 
@@ -287,9 +288,10 @@ def _unsent(content: Fields, sent: Mapping[str, str]) -> list[Fields]:
 
 
 def _without_open_end(text: str, request: CompletionRequest) -> str:
-    """Return a text without an end that may become part of a character or a stop text.
+    """Return the part of a text that further tokens cannot change: all but an end that may be the
+    beginning of a stop text or part of a character.
 
-    Empty if the text has a stop text.
+    Empty if the text contains a stop text.
     """
     if any(stop in text for stop in request.stops):
         return ""

@@ -104,8 +104,8 @@ def bearer(token: str) -> Admits:
 def only_admitted(app: Any, admits: Admits) -> Any:
     """Return an ASGI app that answers requests without the secret token with status 401.
 
-    It closes their connection, so that each further attempt needs a new connection, of which the
-    number is limited.
+    It closes their connection. So each further attempt needs a new connection, and the number of
+    connections is limited.
     """
     refused = Refused("the token is missing or wrong", status=401, code="invalid_api_key").body()
     body = json.dumps({"type": "error", **refused}).encode()
@@ -189,7 +189,9 @@ class Protocol(H11Protocol):
         self.refuse(400, "invalid_http", msg)
 
     def refuse(self, status: int, code: str, message: str) -> None:
-        """Answer with an error and close the connection. Only close it if an answer has begun."""
+        """Answer with an error and close the connection. If an answer has begun, close it without
+        an error.
+        """
         self._strangers.pop(self, None)
         body = json.dumps(Refused(message, status=status, code=code).body()).encode()
         headers = [
@@ -269,7 +271,9 @@ class TlsGate(asyncio.Protocol):
 
 
 Strangers = MutableMapping["Protocol | TlsGate", str]
-"""Connections that have not sent the secret token, oldest first -> IP address of the client."""
+"""The connections that have not sent the secret token, oldest first, each with the IP address of
+its client.
+"""
 
 
 def _add_stranger(
@@ -280,8 +284,8 @@ def _add_stranger(
 ) -> None:
     """Add a connection to those without the secret token. If there are too many, close one of them.
 
-    It is the oldest connection of the address that has most of them, so that a flood from one
-    address does not affect others.
+    The oldest connection of the IP address with the most such connections is closed, so that a
+    flood from one address does not affect others.
     """
     strangers[connection] = (transport.get_extra_info("peername") or ("",))[0]
     limit = _descriptor_limit()

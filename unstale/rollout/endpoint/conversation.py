@@ -28,8 +28,8 @@ class Unanswerable(ValueError):
 class HistoryMessage:
     """One message of an agent's history.
 
-    `thoughts` is the reasoning text of a reply, None if the agent left it out. The results of tool
-    calls are in the order of the calls.
+    `thoughts` is the reasoning text of a reply, None if the agent left it out. In a history, the
+    messages with results of tool calls have the order of the calls.
     """
 
     message: Message
@@ -141,7 +141,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How much of a call's history agrees with a branch, which is one conversation of the
+    """The part of a call's history that agrees with a branch. A branch is one conversation of the
     episode.
     """
 
@@ -155,8 +155,8 @@ class Match:
     difference: str = ""
     """Why the call cannot continue the conversation `branch`. Empty if it can."""
     differs_at: int = 0
-    """Index of the first message, character or token at which the history differs from the
-    conversation `branch`.
+    """Index in the history of the first item that differs from the conversation `branch`: of a
+    message in a chat, otherwise of a character or token of the prompt (text or token IDs).
     """
     resumes: bool = False
     """True if the call repeats the last call of the conversation, whose client disconnected before
@@ -173,8 +173,8 @@ class Continuation:
     branch: Branch
     context: tuple[ContextPiece, ...]
     fork: Match | None = None
-    """What a new conversation shares with the most similar earlier one of the same role. None if it
-    is not new, or the first of its role.
+    """The common beginning of a new conversation and the most similar earlier one of the same role.
+    None if the conversation is not new, or if it is the first of its role.
     """
     resumed: bool = False
     """True if the call continues an answer whose client had disconnected."""
@@ -182,7 +182,9 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """The answer before a prompt: True if its last token is an end token, and its tool calls."""
+    """Two facts about the answer before a prompt: True if its last token is an end token, and its
+    tool calls.
+    """
 
     ended: bool
     calls: Sequence[ToolCall]
@@ -195,8 +197,8 @@ class Conversation:
         self._chat = chat
         self.branches: list[Branch] = []
         self._answers: dict[str, tuple[HistoryMessage, tuple[int, ...], bool]] = {}
-        """Key of an answer -> its message, its tokens, and True if the last token is an end
-        token.
+        """For each answer, by its key: its message, its tokens, and True if the last token is an
+        end token.
         """
 
     def ask(self, call: Call) -> Continuation:
@@ -250,7 +252,7 @@ class Conversation:
     def retract(self, continuation: Continuation) -> None:
         """Undo the call of `ask` that returned this continuation.
 
-        Do it before the continuation's context is added to the conversation.
+        Call it before the continuation's context is added to the conversation.
         """
         continuation.branch.pending = False
         if continuation.branch.pieces and not continuation.resumed:
@@ -363,7 +365,7 @@ def first_difference(one: History, other: History) -> tuple[int, str] | None:
     """Return (place, kind) of the first difference between two histories. None if they are equal.
 
     The place is the index of a message, character or token. The kind is "message", "thoughts",
-    "text" or "length". Reasoning text that only `other` leaves out is no difference.
+    "text" or "length". Reasoning text that only `other` leaves out does not count as a difference.
     """
     shared = min(len(one), len(other))
     if shared and isinstance(one[0], HistoryMessage):

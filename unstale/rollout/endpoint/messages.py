@@ -190,10 +190,10 @@ def _read_result(
 def _as_text(
     block: Mapping[str, Any], path: str, tools: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """Return a block of a result. A reference to a tool becomes a text.
+    """Return a content block of a tool's result, with a reference to a tool replaced by a text.
 
-    The text describes a tool with `defer_loading`, which the policy does not see otherwise. Of
-    another tool it has the name.
+    For a tool with `defer_loading`, which the policy does not see otherwise, the text is the tool's
+    description. For any other tool it is the name.
     """
     if block["type"] != "tool_reference":
         return block

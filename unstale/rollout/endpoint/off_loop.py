@@ -13,7 +13,7 @@ from unstale.envs.guard import Overdue, run_limited
 from unstale.rollout.endpoint.schemas import Refused
 
 LIMIT_S = 30.0
-"""Seconds that one function may take. A request of 2 MB takes 4."""
+"""Seconds that one function may take. A request of 2 MB takes 4 s."""
 AT_ONCE = 4
 """Number of functions that run at the same time. Others wait."""
 

@@ -104,8 +104,8 @@ class _Fields:
 
 
 def _as_chat(body: Mapping[str, Any]) -> tuple[dict[str, Any], _Fields]:
-    """Return the body of the chat request that a Responses request means, and where its messages
-    are from.
+    """Return the body of the chat request that a Responses request means, and the paths of the
+    items from which its messages were made.
     """
     items = body["input"]
     messages: list[dict[str, Any]] = []
@@ -201,7 +201,9 @@ def _text(content: str | Sequence[Mapping[str, str]]) -> str:
 
 
 def _parts(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return a content, which may have pictures, as that of a chat message."""
+    """Return the content of a Responses message in the form of a chat message. It may have
+    pictures.
+    """
     if isinstance(content, str):
         return content
     return [

@@ -343,8 +343,8 @@ RESULT_BLOCKS: Mapping[str, Schema] = {
     **CONTENT_BLOCKS,
     "tool_reference": _block("tool_reference", "tool_name", tool_name=_NOT_EMPTY),
 }
-"""Type of a block in the result of a tool -> schema of the block. A reference names a tool that the
-request defers.
+"""Type of a block in the result of a tool -> schema of the block. A block of type `tool_reference`
+names one of the request's tools.
 """
 BLOCKS: Mapping[str, Mapping[str, Schema]] = {
     "user": {
@@ -573,9 +573,9 @@ def _require_fields(value: Mapping[str, Any], schema: Schema, path: str) -> None
 
 
 def _matches(value: Any, schema: Schema) -> bool:
-    """Return True if a value matches a schema, apart from the value's items and fields.
+    """Return True if a value itself matches a schema.
 
-    The alternatives of `anyOf` are checked completely.
+    Its items and fields are not checked, except against the alternatives of `anyOf`.
     """
     if "anyOf" in schema:
         # The quick check first: it makes no error with a text.

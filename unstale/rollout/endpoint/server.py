@@ -3,15 +3,15 @@
 `/e/<episode>/v1/` has `chat/completions`, `responses`, `messages`, `messages/count_tokens`,
 `completions`, `models` and `record`. `record` returns all tokens so far with version,
 log-probability and origin. `/e/<episode>/<role>/v1/` has the same paths for a role of the agent.
-`/v1/` has them for the episode that the header X-Episode names. `/healthz` needs no token on
-loopback.
+`/v1/` has them for the episode that the header X-Episode names. `/metrics` has the engines' metrics
+if `unstale serve` serves. `/healthz` needs no token on loopback.
 """
 
 import asyncio
 import secrets
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,9 @@ from unstale.rollout.endpoint.session import AgentSession
 
 MAX_BODY_BYTES = 2 << 20
 MAX_PICTURES_BYTES = 32 << 20
-"""Largest body for a policy that reads pictures: an agent sends all of them with each call."""
+"""Largest size in bytes of a request's body if the policy reads pictures. An agent sends all
+pictures of its history with each call.
+"""
 REQUEST_TIMEOUT_S = 30.0
 """Seconds within which the body of a request must arrive."""
 PATHS = {
@@ -60,7 +62,7 @@ PATHS = {
 }
 """Path below an episode's URL -> schema of the body for a POST request, None for a GET request."""
 MODEL = "policy"
-"""Name of the model in answers to requests without a name."""
+"""Name of the model in answers to requests that name none."""
 
 FindSession = Callable[[str], AgentSession]
 """A function that returns the session of the episode with this name, or raises `Refused`."""
@@ -71,7 +73,8 @@ class RecordingEndpoint:
 
     `opened` adds the session of an episode. `find` is called with the name of an episode that was
     not added, and returns its session. `token` is the secret token of all clients (None: a random
-    one), and `port` 0 chooses a free port.
+    one), and `port` 0 chooses a free port. `metrics` is called for each request to `/metrics`,
+    which does not exist without it.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class RecordingEndpoint:
         token: str | None = None,
         port: int = 0,
         find: FindSession | None = None,
+        metrics: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         self.config = config or EndpointConfig()
         if self.config.lenient:
@@ -92,6 +96,7 @@ class RecordingEndpoint:
         self._context = _load_certificate(self.config)
         self._port = port
         self._find = find or refuse_unknown
+        self._metrics = metrics
         self._sessions: dict[str, AgentSession] = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -175,6 +180,8 @@ class RecordingEndpoint:
             for prefix in ("", "/e/{episode}", "/e/{episode}/{role}")
         ]
         routes += [Route("/healthz", _healthz)]
+        if self._metrics is not None:
+            routes += [Route("/metrics", self._read_metrics)]
         errors = {Refused: _refused, HTTPException: _http_error}
         app = Starlette(routes=routes, exception_handlers=errors)  # type: ignore[arg-type]
         app.router.redirect_slashes = False
@@ -185,6 +192,11 @@ class RecordingEndpoint:
         return json_response(
             {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "unstale"}]}
         )
+
+    async def _read_metrics(self, request: Request) -> Response:
+        self._require_token(request)
+        assert self._metrics is not None
+        return json_response(self._metrics())
 
     async def _record(self, request: Request) -> Response:
         self._require_token(request)
@@ -258,14 +270,18 @@ class RecordingEndpoint:
 
 
 class _Server(LimitedServer):
-    """A server that runs until `ended`, and leaves signals to the program."""
+    """A server that runs until the event `ended` is set, and leaves signals to the program."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.ended = asyncio.Event()
 
     async def main_loop(self) -> None:
-        """Wait without a timer, with which a virtual clock would never see a deadlock."""
+        """Wait until the server ends.
+
+        uvicorn's own method sets a timer again and again. A loop with a virtual clock would then
+        never notice that all tasks wait for each other.
+        """
         await self.ended.wait()
 
     @contextmanager

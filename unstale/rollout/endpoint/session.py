@@ -63,8 +63,8 @@ class AgentSession:
     answered.
     """
     broken: str = ""
-    """How the agent's calls differ from the recorded ones, so that the episode cannot be resumed.
-    Empty if they do not.
+    """The difference between the agent's calls and the recorded ones, because of which the episode
+    cannot be resumed. Empty if they are the same.
     """
     own_end: Stop = "done"
     """Stop reason if the agent ends by itself: "cut_reply" if a limit cut its last reply, else
@@ -367,8 +367,8 @@ class AgentSession:
     def _claim(self, place: Continuation) -> Transcript:
         """Return the transcript of a new branch (conversation).
 
-        In a resumed episode it is the recorded one that begins with the same context, if there is
-        one.
+        In a resumed episode, it is the recorded branch that begins with the same context, if there
+        is such a branch.
         """
         role = place.branch.role
         matching = [

@@ -33,8 +33,7 @@ from unstale.rollout.endpoint.schemas import (
 )
 
 LOGP_FLOOR = -9999.0
-"""Log-probability that stands for -infinity, which JSON cannot express. OpenAI uses the same
-value.
+"""Log-probability that replaces -infinity, which JSON cannot express. OpenAI uses the same value.
 """
 
 
@@ -142,7 +141,7 @@ class ResultTerms(NamedTuple):
     id_field: str
     """Name of the field with the id of the tool call."""
     place: str
-    """A sentence that says where the results must be."""
+    """A sentence that says where in a request the results of tool calls must be."""
 
 
 CHAT_TERMS = ResultTerms(

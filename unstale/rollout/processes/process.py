@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from unstale.frames import last_words
+from unstale.frames import last_words, outcome
 from unstale.rollout.processes.wire import DECODE_EVENTS, Command, Event, Setup, encode, read_frame
 
 SILENT_S = 60.0
@@ -105,8 +105,7 @@ class RolloutProcess:
         code = self._process.poll()
         if code is None:
             return "it closed its connection"
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return f"it ended with {how}{last_words(self._output)}"
+        return f"it ended with {outcome(code)}{last_words(self._output)}"
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):

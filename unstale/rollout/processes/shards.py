@@ -201,7 +201,8 @@ class _Shard:
     def begin(self, job: _Job) -> None:
         """Send a job to the process and return at once.
 
-        While no process runs, the job waits for the next one. Raises `error` if there will be none.
+        While no process runs, the job waits for the next one. If there will be no further process,
+        raises `error`.
         """
         if self.error:
             raise self.error

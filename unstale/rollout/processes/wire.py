@@ -35,7 +35,9 @@ _LENGTH = struct.Struct("=Q")
 
 
 class WireExperts(msgspec.Struct, array_like=True):
-    """`RoutedExperts` (the experts that each token used) as a message, without earlier tokens."""
+    """The experts that an MoE model chose for the tokens of one piece (`RoutedExperts`), as a
+    message. Experts of earlier tokens are left out.
+    """
 
     start: int
     shape: tuple[int, int, int]
@@ -89,7 +91,9 @@ WireOutcome = WireTrajectory | WireFailure
 
 
 class WireRecord(msgspec.Struct):
-    """An `EpisodeRecord` as a message: what the main process has of an episode."""
+    """An `EpisodeRecord` as a message: the part of an episode that the main process read from the
+    journal.
+    """
 
     episode: int
     pieces: list[WirePiece]
@@ -115,8 +119,8 @@ class Setup(msgspec.Struct, tag=True):
     first_episode: int
     """Number of the process's first episode."""
     stride: int
-    """Difference between the numbers of two successive episodes, so that processes share no
-    number.
+    """Difference between the numbers of two successive episodes of one process. It keeps the
+    processes from using the same number.
     """
     ray: str = ""
     """Address of the Ray cluster with the engines. Empty if they do not run on Ray."""
@@ -170,7 +174,7 @@ class Wrote(msgspec.Struct, tag=True):
 
 
 class Saved(msgspec.Struct, tag=True):
-    """An event: a snapshot of an environment for the journal."""
+    """An event with a snapshot of an environment, for the journal."""
 
     episode: int
     num_pieces: int
@@ -245,7 +249,8 @@ Event = (
 def wire_piece(piece: Piece) -> WirePiece:
     """Return a piece as a message, without the routed experts of earlier tokens.
 
-    Raises ValueError for pictures and for placed text, which rollout processes do not support.
+    Raises ValueError for pictures, and for text that a strategy put into a reply. Rollout processes
+    do not support these.
     """
     tokens = array("I", piece.tokens).tobytes()
     if isinstance(piece, ContextPiece):
@@ -263,7 +268,9 @@ def wire_piece(piece: Piece) -> WirePiece:
 
 
 def read_piece(piece: WirePiece) -> Piece:
-    """Return the run of tokens that a message has, with only those routed experts that it has."""
+    """Return the piece (run of tokens) in a message. Its routed experts are those in the message,
+    without those of earlier tokens.
+    """
     tokens = tuple(memoryview(piece.tokens).cast("I"))
     provenance = Provenance(piece.provenance)
     if piece.logps is None:
@@ -277,7 +284,9 @@ def read_piece(piece: WirePiece) -> Piece:
 
 
 def linked(piece: Piece, before: Sequence[Piece]) -> Piece:
-    """Return a run of tokens whose routed experts refer to those of the tokens `before` it."""
+    """Return a copy of a piece (run of tokens) whose routed experts continue those of the pieces
+    `before` it.
+    """
     return link_experts(piece, before) if isinstance(piece, Sampled) else piece
 
 

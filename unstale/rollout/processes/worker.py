@@ -38,7 +38,9 @@ from unstale.rollout.timeouts import first_error
 
 
 class Outbox:
-    """Sends events to the main process. Those of one iteration of the event loop form one frame."""
+    """A sender of events to the main process. It sends the events of one iteration of the event
+    loop as one frame.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -91,7 +93,7 @@ class Shard(Rollout):
     """A rollout that uses every `stride`-th episode number, so that no two processes share one."""
 
     stride = 1
-    """Difference between the numbers of two successive episodes."""
+    """Difference between the numbers of two successive episodes of this process."""
 
     def next_episode(self) -> int:
         number = self._num_episodes
@@ -100,9 +102,10 @@ class Shard(Rollout):
 
 
 class ShardServer:
-    """Runs episodes in a rollout process, as commands from the main process say.
+    """A server in a rollout process, which runs episodes by the commands of the main process.
 
-    `make_rollout` creates the rollout. It is called with callbacks of `Rollout`.
+    `make_rollout` creates the rollout. It is called with the arguments `on_restart` and
+    `on_blocked` of `Rollout`.
     """
 
     def __init__(
