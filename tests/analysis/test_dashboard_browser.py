@@ -36,7 +36,8 @@ PAGES = {
     "run/hostile/audit": "document.querySelectorAll('.cloud').length == 6 && "
     "document.querySelector('.verdict')",
     "run/plain/factors": "document.querySelector('.scatter')?.ariaLabel.includes(' tokens.')",
-    "compare?a=hostile&b=plain": "document.querySelector('.uplot')",
+    "compare?a=hostile&b=plain": "document.querySelector('h1')?.innerText == 'Compare' && "
+    "document.querySelector('.uplot')",
 }
 """The pages, each with a condition that it is complete."""
 

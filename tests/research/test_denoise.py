@@ -226,10 +226,14 @@ def test_the_best_and_worst_explored_objects_are_drawn_again() -> None:
     sampler, chosen = groups(model, Plan(size=4, explore=12))
     rewards = [each.reward for each in every.trajectories]
     expected = [rewards[place] for place in sorted(contrast(rewards, 4))]
-    assert [each.reward for each in chosen.trajectories] == expected
+    # The number of objects in a pass may change the last bits.
+    assert [each.reward for each in chosen.trajectories] == pytest.approx(expected, abs=1e-5)
     assert sampler.counts == {"explorer": 12 * 8, "engine": 4 * 8} and len(sampler.tape) == 4 * 8
     _, rounded = groups(model, Plan(size=4, explore=12), "nvfp4")
-    assert all(each.reward in rewards for each in rounded.trajectories)
+    assert all(
+        any(each.reward == pytest.approx(reward, abs=1e-5) for reward in rewards)
+        for each in rounded.trajectories
+    )
 
 
 def test_d_is_small_if_only_the_explorer_rounds() -> None:
