@@ -132,10 +132,12 @@ def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
     # sqrt(3) = 0.18973
     assert values(found.versus(ewma)) == pytest.approx((0.03333, -0.15640, 0.22307, 3), abs=1e-4)
     assert found.versus(found.reference) is None
-    assert findings(found)[1] == (
+    assert findings(found) == [
+        "After the same 2 steps, ewma_prox has the highest mean held-out success: "
+        "80.0% (55.2% to 104.8%), 3 seeds.",
         "ewma_prox less snapshot_old: +3.3 (-15.6 to +22.3) points, 3 pairs: "
-        "no significant difference."
-    )
+        "no significant difference.",
+    ]
 
 
 def test_only_seeds_that_both_arms_finished_are_paired(tmp_path: Path) -> None:

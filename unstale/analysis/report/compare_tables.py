@@ -197,7 +197,7 @@ def findings(comparison: Comparison) -> list[str]:
     best, success = max(ended, key=lambda pair: pair[1].mean)
     seeds = f"{success.n} {'seed' if success.n == 1 else 'seeds'}"
     sentences = [
-        f"After the same {_all(comparison, 'steps')} steps, {best.name} has the highest mean "
+        f"After the same {_all(comparison, 'max_steps')} steps, {best.name} has the highest mean "
         f"held-out success: {spread(success)}, {seeds}."
     ]
     for arm in comparison.arms:
