@@ -226,10 +226,11 @@ def test_the_best_and_worst_explored_objects_are_drawn_again() -> None:
     sampler, chosen = groups(model, Plan(size=4, explore=12))
     rewards = [each.reward for each in every.trajectories]
     expected = [rewards[place] for place in sorted(contrast(rewards, 4))]
-    assert [each.reward for each in chosen.trajectories] == expected
+    assert [each.reward for each in chosen.trajectories] == pytest.approx(expected, abs=1e-6)
     assert sampler.counts == {"explorer": 12 * 8, "engine": 4 * 8} and len(sampler.tape) == 4 * 8
     _, rounded = groups(model, Plan(size=4, explore=12), "nvfp4")
-    assert all(each.reward in rewards for each in rounded.trajectories)
+    for each in rounded.trajectories:
+        assert min(abs(each.reward - reward) for reward in rewards) < 1e-6
 
 
 def test_d_is_small_if_only_the_explorer_rounds() -> None:
