@@ -173,8 +173,8 @@ ROWS: Sequence[Row] = (
         "(docs/denoise.md), which may be as large as the paper's if one device holds it: with "
         "frozen weights, LoRA and --microbatch, not run on a GPU. images draws digits of 7 x 5 "
         "pixels, and a fixed classifier gives the reward. A fork has two branches, and a task at "
-        "least two beginnings. For trees of tokens: --techniques 'tree tree_advantage' --tree.branch entropy "
-        "--tree_advantage.rule depth --tree_advantage.fusion path "
+        "least two beginnings. For trees of tokens: --techniques 'tree tree_advantage' "
+        "--tree.branch entropy --tree_advantage.rule depth --tree_advantage.fusion path "
         "--tree_advantage.kept_depths 0.5 --tree_advantage.kept_leaves extremes, with the "
         "embedded engine",
     ),
