@@ -195,7 +195,7 @@ class There:
     """A policy whose network is on the other device."""
 
     def network(self, seed: int) -> nn.Module:
-        network: nn.Module = super().network(seed)  # type: ignore[misc]
+        network: nn.Module = super().network(seed)
         for module in network.modules():
             for name, each in module.named_parameters(recurse=False):
                 moved = nn.Parameter(each.detach().to(OTHER), each.requires_grad)

@@ -22,11 +22,11 @@ class OtherTensor(Tensor):
     """A tensor on `OTHER`."""
 
     inner: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "OtherTensor":
-        made: OtherTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: OtherTensor = Tensor._make_wrapper_subclass(
             cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=OTHER
         )
         made.inner = inner
