@@ -90,14 +90,14 @@ class Points:
 
     def rewards(self, path: Tensor, context: Tensor) -> Mapping[str, Tensor]:
         """Return the nearness to the center that was asked for, and to the nearest one."""
-        squared = (path[-1][:, None] - CENTERS).square().sum(2)
+        squared = (path[-1][:, None] - CENTERS.to(path.device)).square().sum(2)
         near = (-squared / 0.5).exp()
         return {"reward": near.gather(1, context[:, None]).squeeze(1), "nearest": near.amax(1)}
 
     def _step(self, network: nn.Module, steps: Steps) -> tuple[Tensor, Tensor]:
         """Return the mean `[N, 2]` and the deviation `[N, 1]` of steps."""
-        left = PLACES - steps.place
-        kept, after = KEPT[left][:, None], KEPT[left - 1][:, None]
+        left, known = PLACES - steps.place, KEPT.to(steps.place.device)
+        kept, after = known[left][:, None], known[left - 1][:, None]
         noise = network(steps.state, left, steps.context)
         point = (steps.state - (1 - kept).sqrt() * noise) / kept.sqrt()
         added = 1 - kept / after

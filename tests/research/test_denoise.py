@@ -201,7 +201,7 @@ def test_the_mean_log_density_of_pixels_spreads_the_weights_of_branches() -> Non
     share = torch.tensor((first - second) / PIXELS).sigmoid().item()
     (root,) = trees(group)
     expected = share * parent.reward + (1 - share) * child.reward
-    assert root.fused(PIXELS) == pytest.approx(expected, abs=1e-6)
+    assert root.fused(PIXELS) == pytest.approx(expected, abs=1e-5)
     assert 0.2 < share < 0.8
     lone = Learner(model, DenoiseOptions(fork_at=(4,), fusion="path_mean"), model.network(0))
     assert lone.effective_leaves([group]) == pytest.approx(1 / (share**2 + (1 - share) ** 2))
@@ -226,14 +226,11 @@ def test_the_best_and_worst_explored_objects_are_drawn_again() -> None:
     sampler, chosen = groups(model, Plan(size=4, explore=12))
     rewards = [each.reward for each in every.trajectories]
     expected = [rewards[place] for place in sorted(contrast(rewards, 4))]
-    # The number of objects in a pass may change the last bits.
     assert [each.reward for each in chosen.trajectories] == pytest.approx(expected, abs=1e-5)
     assert sampler.counts == {"explorer": 12 * 8, "engine": 4 * 8} and len(sampler.tape) == 4 * 8
     _, rounded = groups(model, Plan(size=4, explore=12), "nvfp4")
-    assert all(
-        any(each.reward == pytest.approx(reward, abs=1e-5) for reward in rewards)
-        for each in rounded.trajectories
-    )
+    for each in rounded.trajectories:
+        assert min(abs(each.reward - reward) for reward in rewards) < 1e-5
 
 
 def test_d_is_small_if_only_the_explorer_rounds() -> None:

@@ -176,7 +176,7 @@ def test_recorded_steps_are_those_of_the_trajectory_and_d_is_1() -> None:
     group = asyncio.run(sampler.group(0, 7))
     for each in group.trajectories:
         (piece,) = each.pieces
-        steps = sampler.tape.take(piece.tokens)
+        steps = Steps.stack(sampler.tape.take(piece.tokens))
         with torch.no_grad():
             old_logp = model.logp(network, steps).tolist()
         assert piece.behavior_logp == pytest.approx(old_logp, abs=1e-12)

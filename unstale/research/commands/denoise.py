@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 PRECISIONS = ("float32", "bfloat16", "fp8", "nvfp4", "mxfp4")
 POLICIES = ("images", "plans", "text")
 OPTIONS = {
-    "--record": {"engine", "without_noise", "load"},
-    "--recorded": {"beta", "temperature", "best_weight", "without_noise", "lr", "load", "save"},
+    "--record": {"engine", "without_noise", "load", "microbatch"},
+    "--recorded": {
+        *("beta", "temperature", "best_weight", "without_noise", "lr", "load", "save"),
+        *("microbatch", "held_out"),
+    },
 }
 """The options that --record and --recorded use beside those that all runs use."""
 
@@ -233,7 +236,7 @@ def _train_recorded(
     network = policies.start(model, chosen.load, seed)
     options: RecordedOptions = options_of(RecordedOptions, chosen)
     check_flow(model, network, network, None if options.without_noise else options.noisy)
-    error, zero = reference_error(model, network, recorded)
+    error, zero = reference_error(model, network, recorded, options.microbatch)
     line = f"seed {seed}: reference error {error:.3f} of velocities, {zero:.3f} of velocity 0"
     console.print(line, highlight=False)
     if error >= zero:
@@ -376,7 +379,8 @@ add = command(
         "--engine",
         choices=PRECISIONS,
         default="bfloat16",
-        help="precision that draws what is trained on; default: bfloat16. The trainer has float32",
+        help="precision that draws what is trained on; default: bfloat16. The trainer computes in "
+        "that of its weights, as does float32",
     ),
     argument(
         "--max-staleness",
@@ -391,6 +395,21 @@ add = command(
         default=4,
         metavar="N",
         help="steps that all objects advance between two updates; default: 4",
+    ),
+    argument(
+        "--microbatch",
+        type=COUNT,
+        default=0,
+        metavar="N",
+        help="steps, or images of --recorded, in one pass of the network, so that larger updates "
+        "fit into memory; default: all of an update",
+    ),
+    argument(
+        "--held-out",
+        type=COUNT,
+        default=512,
+        metavar="N",
+        help="held-out tasks of an evaluation; default: 512",
     ),
     argument(
         "--lr",

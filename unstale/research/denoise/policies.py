@@ -1,18 +1,19 @@
 """Policies of your own for `unstale denoise`, their checks, and files with weights."""
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, load_model, save_model
+from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor, nn
 
 from unstale.config import ConfigError
 from unstale.envs.registry import import_user_code, user_code
-from unstale.research.denoise.steps import Denoiser, Steps, has_noise
+from unstale.research.denoise.steps import Denoiser, Steps, has_noise, microbatches
 from unstale.rollout.seeds import derive_seed
 
 NEEDED = tuple(
@@ -25,6 +26,8 @@ TASKS = 1 << 20
 """Number of training tasks. A policy gives each a context."""
 EVALUATED = 512
 """Number of held-out tasks."""
+PRECISE = (torch.float32, torch.float64)
+"""Types of trained parameters and of log-probabilities."""
 TOLERANCE = 1e-3
 """Largest difference in nats, relative above 1, of the two log-probabilities of an action."""
 
@@ -56,16 +59,78 @@ def make_network(policy: Denoiser, seed: int) -> nn.Module:
     """Return the network of a policy after its supervised start, in evaluation mode.
 
     Dropout would make two log-probabilities of an action, or two errors of an image, differ. Raises
-    `ConfigError` if the start fails, or gives no module with parameters to train.
+    `ConfigError` if the start fails, or gives no module with parameters to train in float32 or
+    float64.
     """
     problem = f"the policy {type(policy).__name__} cannot be used"
     with user_code(problem):
         network = policy.network(seed)
     if not isinstance(network, nn.Module):
         raise ConfigError(f"{problem}: network must return a torch module, got {_shape(network)}")
-    if not any(each.requires_grad for each in network.parameters()):
+    trained = trained_parameters(network)
+    if not trained:
         raise ConfigError(f"{problem}: its network has no parameters with a gradient")
+    for name, each in trained.items():
+        if each.dtype not in PRECISE:
+            raise ConfigError(
+                f"{problem}: its parameter {name} is trained in {_kind(each)}, which would lose "
+                "small changes. Keep parameters that require a gradient in float32, as those of "
+                "adapters are; others may have any type"
+            )
     return network.eval()
+
+
+def trained_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient, by name."""
+    return {name: each for name, each in network.named_parameters() if each.requires_grad}
+
+
+def device_of(network: nn.Module) -> torch.device:
+    """Return the device of a network's first trained parameter. All tensors are put there."""
+    return next(iter(trained_parameters(network).values())).device
+
+
+class Placed:
+    """A policy whose methods get tensors on the device of its network, and at most `microbatch`
+    objects at once, or all with 0.
+
+    Log-probabilities and rewards are returned on the CPU, where batches are.
+    """
+
+    def __init__(self, policy: Denoiser, network: nn.Module, microbatch: int = 0) -> None:
+        self.places, self.lr = policy.places, policy.lr
+        self.network, self.after = policy.network, policy.after
+        self._policy = policy
+        self._device = device_of(network)
+        self._microbatch = microbatch
+
+    def contexts(self, tasks: Sequence[int], *, held_out: bool) -> Tensor:
+        return self._policy.contexts(tasks, held_out=held_out).to(self._device)
+
+    def begin(self, random: Generator) -> Tensor:
+        return self._policy.begin(random).to(self._device)
+
+    def noise(self, random: Generator) -> Tensor:
+        return self._policy.noise(random).to(self._device)
+
+    def draw(self, network: nn.Module, steps: Steps, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        found = [
+            self._policy.draw(network, steps[part], None if noise is None else noise[part])
+            for part in microbatches(len(steps.place), self._microbatch)
+        ]
+        actions, logps = map(torch.cat, zip(*found, strict=True))
+        return actions, logps.cpu()
+
+    def logp(self, network: nn.Module, steps: Steps) -> Tensor:
+        return self._policy.logp(network, steps).cpu()
+
+    def rewards(self, path: Tensor, context: Tensor) -> Mapping[str, Tensor]:
+        """Return rewards as `Denoiser` does. `path` may be on the CPU."""
+        found = [
+            self._policy.rewards(path[:, part].to(self._device), context[part])
+            for part in microbatches(len(context), self._microbatch)
+        ]
+        return {name: torch.cat([each[name] for each in found]).cpu() for name in found[0]}
 
 
 def start(policy: Denoiser, load: Path | None, seed: int) -> nn.Module:
@@ -98,25 +163,27 @@ class _Trial:
         self._name = name
 
     def draw(self, trained: nn.Module, engine: nn.Module, noisy: Sequence[int] | None) -> None:
-        policy = self._policy
-        context = policy.contexts(range(TRIED), held_out=False)
-        self._require(context, "contexts", None)
+        policy, device = self._policy, device_of(trained)
+        known = policy.contexts(range(TRIED), held_out=False)
+        self._require(known, "contexts", None)
         for tasks, held_out in (
             (range(TRIED), True),
             (range(TASKS - TRIED, TASKS), False),
             (range(EVALUATED - TRIED, EVALUATED), True),
         ):
-            self._require(policy.contexts(tasks, held_out=held_out), "contexts", context)
-        state, path = self._seeded("begin"), []
+            self._require(policy.contexts(tasks, held_out=held_out), "contexts", known)
+        context, state, path = known.to(device), self._seeded("begin").to(device), []
         for place in range(policy.places):
             path.append(state)
-            noise = self._seeded("noise") if has_noise(place, noisy) else None
-            steps = Steps(state, state, torch.full((TRIED,), place), context)
+            noise = self._seeded("noise").to(device) if has_noise(place, noisy) else None
+            steps = Steps(state, state, torch.full((TRIED,), place, device=device), context)
             with torch.no_grad():
                 action, logp = policy.draw(trained, steps, noise)
                 fast, _ = policy.draw(engine, steps, noise)
             self._require(action, "draw", None)
             self._require(fast, "draw of the engine's copy", action)
+            if action.device != device:
+                self._refuse(f"draw must return actions on {device}, got {action.device}")
             if noise is not None:
                 self._compare(trained, Steps(state, action, steps.place, context), logp)
             state = policy.after(action)
@@ -130,8 +197,10 @@ class _Trial:
     def _compare(self, network: nn.Module, steps: Steps, drawn: Tensor) -> None:
         """Require that `draw` and `logp` return the same log-probabilities of an action."""
         again = self._policy.logp(network, steps)
-        self._require(drawn, "draw, for log-probabilities,", torch.zeros(TRIED))
-        self._require(again, "logp", torch.zeros(TRIED))
+        for values, method in ((drawn, "draw, for log-probabilities,"), (again, "logp")):
+            self._require(values, method, torch.zeros(TRIED))
+            if values.dtype not in PRECISE:
+                self._refuse(f"{method} must return float32 or float64, got {_kind(values)}")
         if not again.requires_grad:
             self._refuse("logp has no gradient for the network's parameters")
         if not torch.allclose(again.detach(), drawn, TOLERANCE, TOLERANCE):
@@ -169,6 +238,10 @@ class _Trial:
 def _shape(value: object) -> str:
     """Return the shape of a tensor, or the type of another value."""
     return str(list(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _kind(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
 
 
 def weights_file(folder: Path, seed: int) -> Path:
@@ -209,16 +282,29 @@ def load_weights(network: nn.Module, file: Path) -> None:
     """Load weights that `save_weights` wrote. Raises `ConfigError` if they are of another
     network.
     """
-    try:
-        load_model(network, str(file))
-    except (RuntimeError, OSError, SafetensorError) as error:
-        line = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{file} has no weights of this policy's network: {line}") from error
+    found, trained = load_file(file), trained_parameters(network)
+    for name in sorted(found.keys() | trained.keys()):
+        saved, wanted = (_shape(each.get(name)) for each in (found, trained))
+        if saved != wanted:
+            raise ConfigError(
+                f"{file} has no weights of this policy's network: for {name}, it has {saved}, and "
+                f"the network trains {wanted}"
+            )
+    with torch.no_grad():
+        for name, each in trained.items():
+            each.copy_(found[name])
 
 
 def save_weights(network: nn.Module, file: Path) -> None:
-    """Write the weights of a network as safetensors. Raises `ConfigError` if that fails."""
+    """Write the trained parameters of a network as safetensors. Raises `ConfigError` if that
+    fails.
+    """
+    weights = {
+        name: each.detach().cpu().contiguous() for name, each in trained_parameters(network).items()
+    }
+    unfinished = file.with_suffix(".part")
     try:
-        save_model(network, str(file))
+        save_file(weights, unfinished)
+        os.replace(unfinished, file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--save: {file} cannot be written: {error}") from error

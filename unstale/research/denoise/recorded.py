@@ -21,7 +21,6 @@ errors are means over pixels.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -35,7 +34,7 @@ from torch import Generator, Tensor, nn
 from unstale.config import ConfigError
 from unstale.envs.registry import user_code
 from unstale.research.denoise import policies
-from unstale.research.denoise.steps import Denoiser
+from unstale.research.denoise.steps import Denoiser, microbatches
 from unstale.research.denoise.train import DenoiseOptions, Result, copied, drawn, evaluate
 from unstale.rollout.seeds import derive_seed
 
@@ -75,6 +74,8 @@ class RecordedOptions:
     beta: float = 12.0
     temperature: float = 0.05
     best_weight: float = 0.5
+    microbatch: int = 0
+    held_out: int = policies.EVALUATED
     lr: float = 0.0
     noisy: Sequence[int] = ()
     """Places whose steps draw noise in evaluations. Empty means all."""
@@ -201,7 +202,7 @@ def _known(model: Flow, contexts: Tensor) -> Tensor:
             f"the policy {type(model).__name__} cannot be used: can_draw must return "
             f"{len(contexts)} booleans for {len(contexts)} contexts, got {got}"
         )
-    return known
+    return known.cpu()
 
 
 def check_flow(
@@ -216,8 +217,12 @@ def check_flow(
     count = policies.TRIED
     with user_code(problem):
         image = torch.stack([model.begin(Generator().manual_seed(i)) for i in range(count)])
-        context = model.contexts(range(count), held_out=False)
-        velocity, again = (network(image, torch.linspace(0, 1, count), context) for _ in range(2))
+        context = model.contexts(range(count), held_out=False).cpu()
+        points = [
+            each.to(policies.device_of(network))
+            for each in (image, torch.linspace(0, 1, count), context)
+        ]
+        velocity, again = (network(*points) for _ in range(2))
         if not isinstance(velocity, Tensor) or velocity.shape != image.shape:
             got = list(velocity.shape) if isinstance(velocity, Tensor) else type(velocity).__name__
             raise ConfigError(
@@ -237,11 +242,14 @@ def check_flow(
             raise ConfigError(f"{problem}: can_draw is false for contexts of its own tasks")
 
 
-def reference_error(model: Flow, network: nn.Module, recorded: Recorded) -> tuple[float, float]:
+def reference_error(
+    model: Flow, network: nn.Module, recorded: Recorded, microbatch: int = 0
+) -> tuple[float, float]:
     """Return the mean error of a network on recorded images, and that of the velocity 0.
 
-    Raises `ConfigError` if the network fails on them, or if its error is far lower with velocities
-    of the other sign or with reversed times: then its convention is another one.
+    The network gets at most `microbatch` images at once, or all with 0. Raises `ConfigError` if the
+    network fails on them, or if its error is far lower with velocities of the other sign or with
+    reversed times: then its convention is another one.
     """
     random = Generator().manual_seed(0)
     rows = torch.randperm(len(recorded.groups), generator=random)[:MEASURED]
@@ -256,9 +264,11 @@ def reference_error(model: Flow, network: nn.Module, recorded: Recorded) -> tupl
         "0": lambda x, t, c: torch.zeros_like(x),
     }
     problem = f"the policy {type(model).__name__} cannot be used"
+    device, parts = policies.device_of(network), microbatches(len(rows), microbatch)
     with user_code(problem), torch.no_grad():
         errors = {
-            name: flow_error(each, *points).mean().item() for name, each in conventions.items()
+            name: torch.cat([_error(each, points, part, device) for part in parts]).mean().item()
+            for name, each in conventions.items()
         }
     own, zero = errors.pop(""), errors.pop("0")
     best = min(errors, key=lambda name: errors[name])
@@ -289,13 +299,15 @@ def record(
     tasks = Generator().manual_seed(derive_seed(seed, "tasks"))
     count = options.steps * options.groups
     indices = torch.randint(policies.TASKS, (count,), generator=tasks).tolist()
-    contexts = model.contexts(indices, held_out=False).repeat_interleave(options.group_size, 0)
+    placed = policies.Placed(model, trained, options.microbatch)
+    contexts = placed.contexts(indices, held_out=False).repeat_interleave(options.group_size, 0)
     random = Generator().manual_seed(derive_seed(seed, "recorded"))
     groups = torch.arange(count).repeat_interleave(options.group_size)
     problem = f"the policy {type(model).__name__} cannot be used"
     with user_code(problem):
-        path = drawn(model, network, contexts, random, noisy)
-        found = Recorded(path[-1], contexts, model.rewards(path, contexts)["reward"], groups)
+        path = drawn(placed, network, contexts, random, noisy)
+        reward = placed.rewards(path, contexts)["reward"]
+        found = Recorded(path[-1], contexts.cpu(), reward, groups)
         if wrong := found.wrong_tensor(model):
             raise ConfigError(f"{problem}: of what it drew, {wrong}")
     return found
@@ -374,14 +386,18 @@ def train_recorded(
 
     The network before training is the reference. Both are in evaluation mode: with dropout, they
     would differ before any update. `rows` of the result has metrics of each update, and the
-    held-out figures of updates that were evaluated. No image is drawn but for these. An update is
-    one backward pass over all its images. Raises `ConfigError` if a loss is not finite.
+    held-out figures of updates that were evaluated. No image is drawn but for these. In
+    microbatches, the errors of a group are computed twice: without a gradient for the loss and its
+    derivatives by each error, and again to apply these. Raises `ConfigError` if a loss is not
+    finite.
     """
-    reference = deepcopy(network.eval()).requires_grad_(False)
-    optimizer = torch.optim.Adam(network.parameters(), options.lr or model.lr)
+    reference = copied(network.eval(), "float32")
+    trained = [*policies.trained_parameters(network).values()]
+    optimizer = torch.optim.Adam(trained, options.lr or model.lr)
+    device, placed = trained[0].device, policies.Placed(model, network, options.microbatch)
     random = Generator().manual_seed(derive_seed(seed, "recorded"))
     noisy = None if options.without_noise else options.noisy
-    before = figures = evaluate(model, network, 0, noisy)
+    before = figures = evaluate(placed, network, 0, noisy, options.held_out)
     chosen = _draw_groups(recorded.rows(), random)
     rows: list[dict[str, Any]] = []
     for step in range(1, options.steps + 1):
@@ -396,27 +412,43 @@ def train_recorded(
         time = torch.rand(len(sizes), generator=random).repeat_interleave(sizes)
         noise = torch.randn(len(sizes), *image.shape[1:], generator=random)
         points = image, recorded.contexts[every], time, noise.repeat_interleave(sizes, 0)
-        error = flow_error(network, *points)
+        parts = microbatches(len(every), options.microbatch)
         with torch.no_grad():
-            known = flow_error(reference, *points)
+            known = torch.cat([_error(reference, points, part, device) for part in parts])
+        with torch.set_grad_enabled(len(parts) == 1):
+            found = torch.cat([_error(network, points, part, device) for part in parts])
+        error = found.detach().requires_grad_()
         errors, references, rewards = (
             each.split(sizes.tolist()) for each in (error, known, recorded.rewards[every].float())
         )
-        parts = [*zip(errors, references, rewards, strict=True)]
-        loss = torch.stack([group_loss(*part, options) for part in parts]).mean()
+        compared = [*zip(errors, references, rewards, strict=True)]
+        loss = torch.stack([group_loss(*group, options) for group in compared]).mean()
         if not loss.isfinite():
             raise ConfigError(f"the loss of update {step} is {loss.item()}: choose a lower --lr")
+        (slope,) = torch.autograd.grad(loss, error)
         optimizer.zero_grad()
-        loss.backward()
+        for part in parts:
+            again = found if len(parts) == 1 else _error(network, points, part, device)
+            again.backward(slope[part])
         optimizer.step()
-        metrics = [_metrics(known - error.detach(), reward) for error, known, reward in parts]
+        metrics = [_metrics(known - error.detach(), reward) for error, known, reward in compared]
         row: dict[str, Any] = {"step": step, "images": len(every), "loss": loss.item()}
         row |= {name: fmean(each[name] for each in metrics) for name in metrics[0]}
         if step * EVALUATIONS // options.steps > (step - 1) * EVALUATIONS // options.steps:
-            figures = evaluate(model, network, 0, noisy)
+            figures = evaluate(placed, network, 0, noisy, options.held_out)
             row |= {"held_out": figures}
         rows.append(row)
     return Result(before, figures, rows, {"trained": sum(row["images"] for row in rows)})
+
+
+def _error(
+    network: Callable[[Tensor, Tensor, Tensor], Tensor],
+    points: Sequence[Tensor],
+    part: slice,
+    device: torch.device,
+) -> Tensor:
+    """Return `flow_error` of some points, computed on a device."""
+    return flow_error(network, *(each[part].to(device) for each in points)).cpu()
 
 
 def best_evaluation(result: Result, name: str) -> tuple[int, Mapping[str, float]]:

@@ -7,7 +7,7 @@ records, forks, advantages and batches are those of language models.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Protocol
@@ -18,6 +18,9 @@ from torch import Generator, Tensor, nn
 from unstale.records import ContextPiece, Fork, Group, Provenance, Sampled, Task, Trajectory
 from unstale.research.techniques.episode_filter import contrast
 from unstale.rollout.seeds import derive_seed
+
+Row = tuple[Tensor, ...]
+"""One step: the fields of `Steps` without their first dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,23 @@ class Steps:
     context: Tensor
     """The condition for which the object is drawn, such as the number of a digit."""
 
-    def rows(self) -> Iterator[tuple[Tensor, ...]]:
+    @classmethod
+    def stack(cls, rows: Iterable[Row]) -> "Steps":
+        return cls(*map(torch.stack, zip(*rows, strict=True)))
+
+    def rows(self) -> Iterator[Row]:
         return zip(*(getattr(self, each.name) for each in fields(self)), strict=True)
+
+    def __getitem__(self, part: slice) -> "Steps":
+        return Steps(*(getattr(self, each.name)[part] for each in fields(self)))
+
+
+def microbatches(count: int, size: int) -> list[slice]:
+    """Return the slices that divide `count` rows into parts of at most `size`. With 0, one has
+    all.
+    """
+    size = size or max(count, 1)
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def has_noise(place: int, noisy: Sequence[int] | None) -> bool:
@@ -43,14 +61,22 @@ def has_noise(place: int, noisy: Sequence[int] | None) -> bool:
 
 
 class Denoiser(Protocol):
-    """A policy that draws an object in `places` steps. Its methods get the network to use."""
+    """A policy that draws an object in `places` steps. Its methods get the network to use.
+
+    Tensors that they get are on the device of the network's trained parameters. Generators are of
+    the CPU, so `begin` and `noise` draw there, and what they return is moved.
+    """
 
     places: int
     lr: float
     """The learning rate that is used unless another one is chosen."""
 
     def network(self, seed: int) -> nn.Module:
-        """Return a network after its supervised start."""
+        """Return a network after its supervised start, on the device where it is to be trained.
+
+        Only parameters that require a gradient are trained, such as those of LoRA adapters. They
+        are float32 or float64, and others may have any type.
+        """
         ...
 
     def contexts(self, tasks: Sequence[int], *, held_out: bool) -> Tensor:
@@ -75,8 +101,8 @@ class Denoiser(Protocol):
     def logp(self, network: nn.Module, steps: Steps) -> Tensor:
         """Return the log-probabilities of recorded actions, `[N]` in nats, with a gradient.
 
-        A constant that depends only on the place may be left out, because it cancels in every
-        ratio.
+        They are float32 or float64. A constant that depends only on the place may be left out,
+        because it cancels in every ratio.
         """
         ...
 
@@ -100,7 +126,7 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[int, tuple[Tensor, ...]] = {}
+        self._steps: dict[int, Row] = {}
         self._added = 0
 
     def __len__(self) -> int:
@@ -114,10 +140,9 @@ class Tape:
         self._added += len(rows)
         return numbers
 
-    def take(self, numbers: Sequence[int]) -> Steps:
+    def take(self, numbers: Sequence[int]) -> list[Row]:
         """Return steps in the order of their numbers, and remove them from the tape."""
-        rows = [self._steps.pop(number) for number in numbers]
-        return Steps(*map(torch.stack, zip(*rows, strict=True)))
+        return [self._steps.pop(number) for number in numbers]
 
 
 @dataclass(slots=True)
@@ -242,7 +267,7 @@ class Sampler:
             await asyncio.sleep(0)  # new weights may arrive here
             state = torch.stack([each.path[-1] for each in drawn])
             many = context.expand(len(drawn), *context.shape[1:])
-            places = torch.full((len(drawn),), place)
+            places = torch.full((len(drawn),), place, device=state.device)
             is_noisy = has_noise(place, self._plan.noisy)
             noise = torch.stack([self._model.noise(each.random) for each in drawn])
             with torch.no_grad():

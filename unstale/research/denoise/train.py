@@ -9,7 +9,7 @@ with equal options are equal bit for bit, and an object may have steps of severa
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,16 @@ from unstale.config import ConfigError
 from unstale.model.quantisation import FORMATS
 from unstale.records import Batch, Group, collate
 from unstale.research.denoise import policies
-from unstale.research.denoise.steps import Denoiser, Plan, Sampler, Steps, has_noise
+from unstale.research.denoise.policies import Placed
+from unstale.research.denoise.steps import (
+    Denoiser,
+    Plan,
+    Row,
+    Sampler,
+    Steps,
+    has_noise,
+    microbatches,
+)
 from unstale.research.techniques.tree_advantage import (
     TreeAdvantage,
     TreeAdvantageConfig,
@@ -61,6 +70,8 @@ class DenoiseOptions:
     engine: Precision = "bfloat16"
     max_staleness: int = 2
     pace: int = 4
+    microbatch: int = 0
+    held_out: int = policies.EVALUATED
     lr: float = 0.0
     load: Path | None = None
     save: Path | None = None
@@ -106,24 +117,50 @@ class Result:
 
 
 def copied(network: nn.Module, precision: Precision) -> nn.Module:
-    """Return a copy of a network that computes in another precision.
+    """Return a copy of a network that computes in another precision, without gradients.
 
-    In FP8 and FP4, the weights and inputs of linear layers are rounded to the format, and products
-    are those of bfloat16.
+    With float32, weights keep their precision. In FP8 and FP4, the weights and inputs of linear
+    layers are rounded to the format, and products are those of bfloat16. Frozen parameters that
+    are not rounded are shared with the network.
     """
-    copy = deepcopy(network).requires_grad_(False)
-    if precision == "float32":
-        return copy
-    copy = copy.to(torch.bfloat16)
-    if precision == "bfloat16":
-        return copy
-    form = FORMATS[precision]
-    rounded = form.weight if form.activation_block is None else form.activations
-    for module in copy.modules():
-        if isinstance(module, nn.Linear):
-            module.weight.copy_(form.weight(module.weight))
-            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+    own: dict[int, Any] = {}
+    with torch.no_grad():
+        rounded = _rounding(network, precision)
+        for each in network.parameters():
+            value = rounded(each)
+            is_shared = value is each and not each.requires_grad
+            own[id(each)] = each if is_shared else nn.Parameter(value.clone(), requires_grad=False)
+        own |= {id(each): rounded(each).clone() for each in network.buffers()}
+    copy = deepcopy(network, own)
+    if form := FORMATS.get(precision):
+        inputs_rounded = form.weight if form.activation_block is None else form.activations
+        for module in copy.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(lambda _, inputs: (inputs_rounded(inputs[0]),))
     return copy
+
+
+def update_copy(copy: nn.Module, network: nn.Module, precision: Precision) -> None:
+    """Give a result of `copied` the trained parameters that the network has now."""
+    rounded = _rounding(network, precision)
+    with torch.no_grad():
+        for ours, theirs in zip(copy.parameters(), network.parameters(), strict=True):
+            if theirs.requires_grad:
+                ours.copy_(rounded(theirs))
+
+
+def _rounding(network: nn.Module, precision: Precision) -> Callable[[Tensor], Tensor]:
+    """Return a function that rounds a parameter or buffer, and returns it if nothing changes."""
+    linear = {id(each.weight) for each in network.modules() if isinstance(each, nn.Linear)}
+
+    def rounded(value: Tensor) -> Tensor:
+        if precision == "float32" or not value.is_floating_point():
+            return value
+        half = value.to(torch.bfloat16)
+        is_quantised = precision != "bfloat16" and id(value) in linear
+        return FORMATS[precision].weight(half) if is_quantised else half
+
+    return rounded
 
 
 def drawn(
@@ -133,47 +170,58 @@ def drawn(
     random: Generator,
     noisy: Sequence[int] | None = (),
 ) -> Tensor:
-    """Draw an object for each context, and return all states, `[places + 1, N, ...]`.
+    """Draw an object for each context, and return all states on the CPU, `[places + 1, N, ...]`.
 
     `noisy` has the places whose steps have noise, as `has_noise` reads it.
     """
     count = len(contexts)
     state = torch.stack([model.begin(random) for _ in range(count)])
-    path = [state]
+    path = [state.cpu()]
     for place in range(model.places):
         noise = None
         if has_noise(place, noisy):
             noise = torch.stack([model.noise(random) for _ in range(count)])
         with torch.no_grad():
-            steps = Steps(state, state, torch.full((count,), place), contexts)
-            action, _ = model.draw(network, steps, noise)
+            places = torch.full((count,), place, device=state.device)
+            action, _ = model.draw(network, Steps(state, state, places, contexts), noise)
         state = model.after(action)
-        path.append(state)
+        path.append(state.cpu())
     return torch.stack(path)
 
 
 def evaluate(
-    model: Denoiser, network: nn.Module, seed: int, noisy: Sequence[int] | None = ()
+    model: Denoiser,
+    network: nn.Module,
+    seed: int,
+    noisy: Sequence[int] | None = (),
+    count: int = policies.EVALUATED,
 ) -> dict[str, float]:
-    """Draw objects for held-out tasks, and return the means of their rewards and figures.
+    """Draw objects for `count` held-out tasks, and return the means of their rewards and figures.
 
     `noisy` is that of `drawn`.
     """
-    context = model.contexts(range(policies.EVALUATED), held_out=True)
+    context = model.contexts(range(count), held_out=True)
     path = drawn(model, network, context, Generator().manual_seed(seed), noisy)
     return {name: values.mean().item() for name, values in model.rewards(path, context).items()}
 
 
 class Learner:
-    """The trainer: the trained network, and its earlier versions for `old_logp`."""
+    """The trainer: the trained network, and its earlier versions for `old_logp`.
+
+    A version is kept as its trained parameters. Frozen ones are there once.
+    """
 
     def __init__(self, model: Denoiser, options: DenoiseOptions, network: nn.Module) -> None:
         self.version = 0
         self.network = network
         self._model = model
-        self._kept = {0: deepcopy(network.state_dict())}
-        self._old = deepcopy(network).requires_grad_(False)
-        self._optimizer = torch.optim.Adam(network.parameters(), options.lr or model.lr)
+        self._microbatch = options.microbatch
+        self._trained = [*policies.trained_parameters(network).values()]
+        self._kept = {0: [each.detach().clone() for each in self._trained]}
+        self._old = copied(network, "float32")
+        pairs = zip(self._old.parameters(), network.parameters(), strict=True)
+        self._old_trained = [ours for ours, theirs in pairs if theirs.requires_grad]
+        self._optimizer = torch.optim.Adam(self._trained, options.lr or model.lr)
         state = model.begin(Generator().manual_seed(0))
         self._values = state.numel() if options.fusion == "path_mean" else 1
         self._advantage = TreeAdvantage(
@@ -197,53 +245,58 @@ class Learner:
         """
         return fmean(effective_leaves(trees(group), self._values) for group in groups)
 
-    def old_logp(self, steps: Steps, version: Tensor) -> Tensor:
+    def old_logp(self, rows: Sequence[Row], version: Tensor) -> Tensor:
         """Return log-probabilities under the weights that drew each step, `[N]` in nats."""
-        found = torch.zeros(len(version))
+        found: dict[int, Tensor] = {}
         for number in version.unique().tolist():
-            self._old.load_state_dict(self._kept[number])
-            chosen = version == number
-            rows = Steps(*(each[chosen] for each in _columns(steps)))
             with torch.no_grad():
-                found[chosen] = self._model.logp(self._old, rows)
-        return found
+                for ours, kept in zip(self._old_trained, self._kept[number], strict=True):
+                    ours.copy_(kept)
+                chosen = (version == number).nonzero().flatten().tolist()
+                for part in microbatches(len(chosen), self._microbatch):
+                    steps = Steps.stack(rows[place] for place in chosen[part])
+                    logp = self._model.logp(self._old, steps)
+                    found |= zip(chosen[part], logp.unbind(), strict=True)
+        return torch.stack([found[place] for place in range(len(rows))])
 
-    def step(self, batch: Batch, steps: Steps, where: Tensor, bound: int) -> dict[str, float]:
+    def step(
+        self, batch: Batch, rows: Sequence[Row], where: Tensor, bound: int
+    ) -> dict[str, float]:
         """Change the weights by the gradient of some steps of a batch. Return metrics.
 
-        `where` is the mask of these steps in the batch, which `steps` has in the same order.
+        `where` is the mask of these steps in the batch, which `rows` has in the same order.
         Versions older than `bound` are removed.
         """
-        metrics = self._update(batch, steps, where) if where.any() else {}
+        metrics = self._update(batch, rows, where) if rows else {}
         self.version += 1
-        self._kept[self.version] = deepcopy(self.network.state_dict())
+        self._kept[self.version] = [each.detach().clone() for each in self._trained]
         for number in [each for each in self._kept if each < self.version - bound]:
             del self._kept[number]
-        return {"trained": len(steps.place), **metrics}
+        return {"trained": len(rows), **metrics}
 
-    def _update(self, batch: Batch, steps: Steps, where: Tensor) -> dict[str, float]:
-        version = batch.version[where]
+    def _update(self, batch: Batch, rows: Sequence[Row], where: Tensor) -> dict[str, float]:
+        version, advantage = batch.version[where], batch.advantage[where]
         every = torch.ones_like(version, dtype=torch.bool)
-        old = self.old_logp(steps, version)
-        logp = self._model.logp(self.network, steps)
+        old = self.old_logp(rows, version)
         log_d = log_discrepancy(old, batch.behavior_logp[where], sampled=every)
         factor = truncate(log_d, keep_all(every), high=LARGEST_D).factor
-        log_s = log_staleness(logp, old, unit=None, sampled=every)
-        surrogate = ppo_clip(log_s, batch.advantage[where], clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
         beginnings = len(batch.group) - _count_forks(batch)
-        loss = (factor * surrogate.loss).sum() / (beginnings * self._model.places)
+        moved, clipped = [], []
         self._optimizer.zero_grad()
-        loss.backward()
+        for part in microbatches(len(rows), self._microbatch):
+            logp = self._model.logp(self.network, Steps.stack(rows[part]))
+            log_s = log_staleness(logp, old[part], unit=None, sampled=every[part])
+            surrogate = ppo_clip(log_s, advantage[part], clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+            loss = (factor[part] * surrogate.loss).sum() / (beginnings * self._model.places)
+            loss.backward()
+            moved.append(log_s.detach())
+            clipped.append(surrogate.clipped)
         self._optimizer.step()
         return {
             "log_d_abs_mean": log_d.abs().mean().item(),
-            "log_s_abs_mean": log_s.detach().abs().mean().item(),
-            "clipped_share": surrogate.clipped.float().mean().item(),
+            "log_s_abs_mean": torch.cat(moved).abs().mean().item(),
+            "clipped_share": torch.cat(clipped).float().mean().item(),
         }
-
-
-def _columns(steps: Steps) -> tuple[Tensor, ...]:
-    return steps.state, steps.action, steps.place, steps.context
 
 
 def _count_forks(batch: Batch) -> int:
@@ -259,17 +312,17 @@ def train(
     `judged` is the policy that is measured, with the same network. Default: the trained one.
     """
     options.check(model.places)
-    judged = judged or model
     noisy = None if options.likeliest else options.noisy
     network = policies.start(model, options.load, seed)
-    engine = copied(network, options.engine)
-    policies.check_policy(model, network, engine, options.noisy)
-    if options.explore:
-        explorer = copied(network, options.explorer)
-        policies.check_policy(model, network, explorer, options.noisy)
+    precisions = [options.engine, *([options.explorer] if options.explore else [])]
+    copies = {each: copied(network, each) for each in dict.fromkeys(precisions)}
+    for each in copies.values():
+        policies.check_policy(model, network, each, options.noisy)
     if options.likeliest:
-        policies.check_policy(judged, network, engine, None)
-    before = evaluate(judged, network, 0, noisy)
+        policies.check_policy(judged or model, network, copies[options.engine], None)
+    judged = Placed(judged or model, network, options.microbatch)
+    model = Placed(model, network, options.microbatch)
+    before = evaluate(judged, network, 0, noisy, options.held_out)
     learner = Learner(model, options, network)
     plan = Plan(
         size=options.group_size,
@@ -278,25 +331,30 @@ def train(
         explore=options.explore,
     )
     sampler = Sampler(model, plan, seed)
-    rows = asyncio.run(_train(learner, sampler, options, seed))
+    rows = asyncio.run(_train(learner, sampler, copies, options, seed))
     computed = {**sampler.counts, "trained": sum(row["trained"] for row in rows)}
-    after = evaluate(judged, network, 0, noisy)
+    after = evaluate(judged, network, 0, noisy, options.held_out)
     if options.save:
         policies.save_weights(network, policies.weights_file(options.save, seed))
     return Result(before, after, rows, computed)
 
 
 async def _train(
-    learner: Learner, sampler: Sampler, options: DenoiseOptions, seed: int
+    learner: Learner,
+    sampler: Sampler,
+    copies: Mapping[Precision, nn.Module],
+    options: DenoiseOptions,
+    seed: int,
 ) -> list[dict[str, Any]]:
     queue = StalenessQueue(max_staleness=options.max_staleness, groups_per_step=options.groups)
     tasks = Generator().manual_seed(derive_seed(seed, "tasks"))
     rows: list[dict[str, Any]] = []
 
     def publish() -> None:
-        engine = copied(learner.network, options.engine)
-        explorer = copied(learner.network, options.explorer) if options.explore else engine
-        sampler.load(learner.version, engine, explorer)
+        for precision, copy in copies.items():
+            update_copy(copy, learner.network, precision)
+        engine = copies[options.engine]
+        sampler.load(learner.version, engine, copies.get(options.explorer, engine))
 
     async def produce(running: asyncio.TaskGroup) -> None:
         for number in range(options.steps * options.groups):
@@ -313,7 +371,8 @@ async def _train(
             row = measure_staleness(batch, groups, lag=lag, bound=queue.bound)
             recorded = sampler.tape.take(batch.tokens[batch.sampled].tolist())
             where = batch.sampled & (batch.advantage != 0)
-            steps = Steps(*(each[where[batch.sampled]] for each in _columns(recorded)))
+            is_used = where[batch.sampled].tolist()
+            steps = [each for each, used in zip(recorded, is_used, strict=True) if used]
             row |= learner.step(batch, steps, where, queue.bound)
             if options.fusion != "leaves":
                 row["effective_leaves"] = learner.effective_leaves(groups)

@@ -163,21 +163,20 @@ ROWS: Sequence[Row] = (
         "very large groups",
         "--schedule.group_size 256 --techniques balance, which measures what a group leaves out",
     ),
-    _partly(
+    _works(
         14,
         "BranchGRPO, arXiv 2509.06040",
         "trees of denoising steps, advantages by depth, gradients of few of them",
         "unstale denoise images --group-size 4 --fork-at 2 5 --fusion path_mean --kept-leaves "
         "extremes --kept-depths 0.5, with --noisy 0 1 2 5 for its hybrid of steps with and "
         "without noise, and module:Class in place of images for a denoiser of yours "
-        "(docs/denoise.md). images draws digits of 7 x 5 pixels, and a fixed classifier gives "
-        "the reward. A fork has two branches, and a task at least two beginnings. For trees "
-        "of tokens: --techniques 'tree tree_advantage' --tree.branch entropy "
-        "--tree_advantage.rule depth --tree_advantage.fusion path "
+        "(docs/denoise.md), which may be as large as the paper's if one device holds it: with "
+        "frozen weights, LoRA and --microbatch, not run on a GPU. images draws digits of 7 x 5 "
+        "pixels, and a fixed classifier gives the reward. A fork has two branches, and a task at "
+        "least two beginnings. For trees of tokens: --techniques 'tree tree_advantage' "
+        "--tree.branch entropy --tree_advantage.rule depth --tree_advantage.fusion path "
         "--tree_advantage.kept_depths 0.5 --tree_advantage.kept_leaves extremes, with the "
         "embedded engine",
-        "Denoisers are trained on the CPU, and an update is one backward pass, so a model of "
-        "the size of the paper cannot be trained.",
     ),
     _works(
         15,
@@ -487,9 +486,10 @@ ROWS: Sequence[Row] = (
         "a group objective on recorded images, without their sampler",
         "unstale denoise images --record FILE --without-noise, and then --recorded FILE "
         "--group-size 6, with the corrected score at each evaluation; FILE may be another "
-        "sampler's, and module:Class in place of images is a flow model of yours "
-        "(docs/denoise-recorded.md). images are digits of 7 x 5 pixels, likeness to them "
-        "corrects the score in place of a judge, and training is on the CPU; "
+        "sampler's, and module:Class in place of images is a flow model of yours, on its device "
+        "and with --microbatch if it is large, not run on a GPU (docs/denoise-recorded.md). "
+        "images are digits of 7 x 5 pixels, and likeness to them corrects the score in place of "
+        "a judge; "
         "unstale.research.denoise.recorded.group_loss is the loss for a loop of yours. "
         "--techniques proxy reports reward and corrected score of episodes",
     ),
