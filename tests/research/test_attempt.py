@@ -6,12 +6,13 @@ The figures are those of a tournament of 8 attempts that succeed with probabilit
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
 from math import comb
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from unstale.records import ContextPiece, Sampled, Trajectory
 from unstale.research.attempt import (
     COMPARE,
     CONCLUSIONS,
+    GO_ON,
     PLAN,
     SUMMARISE,
     AttemptOptions,
@@ -163,11 +165,10 @@ def attempt_calculator(  # noqa: PLR0913 - what may choose, and what is kept
     judge: Writer | None = None,
     kept: CollectedTasks | None = None,
     signals: Callable[[Sequence[int]], Signals] | None = None,
+    settings: Mapping[str, int] = MappingProxyType({"engine.max_context": 2048}),
 ) -> AttemptResult:
     """Run the procedure on held-out tasks of the calculator, with a scripted policy."""
-    config = override(
-        RECIPES["calculator"](), {"eval.tasks": num_tasks, "engine.max_context": 2048}
-    )
+    config = override(RECIPES["calculator"](), {"eval.tasks": num_tasks, **settings})
 
     def script(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
         chat = generator.chat
@@ -419,6 +420,64 @@ def test_a_further_attempt_reads_the_summaries_that_were_compared() -> None:
     assert {*read} == {"it added the numbers and failed"}
 
 
+@pytest.mark.parametrize("helps", [True, False])
+def test_new_populations_read_the_best_of_the_one_before_and_are_chosen_from(
+    *, helps: bool
+) -> None:
+    """An attempt that reads a right answer repeats it. So one right answer among those that a
+    population reads makes the next one right.
+    """
+    readers: list[int] = []
+
+    def reads(text: str, random: Random) -> str:
+        if CONCLUSIONS not in text:
+            return guess(text, random)
+        assert text.count(CONCLUSIONS) == 1, "only those of the population before"
+        notes = re.findall(r"^\d\. (\S+)$", text, re.MULTILINE)
+        readers.append(len(notes))
+        right = right_answer(text)
+        return right if helps and right in notes else "unknown"
+
+    result = attempt_calculator(reads, AttemptOptions(attempts=4, distil=4, rounds=2))
+    rows = {name: row.value for name, row in result.rows().items()}
+    assert readers == [4] * (2 * 4 * 6) and "answer from 4 attempts" not in rows
+    for name in ("population 2", "population 3"):
+        expected = rows["pass@4"] if helps else 0
+        assert rows[f"majority of 4 answers, {name}"] == expected
+        assert rows[f"one attempt, {name}"] == rows[f"pass@4, {name}"] == expected
+    assert 0 < rows["one attempt"] < rows["pass@4"]
+    assert result.tokens["population 2"] > 0 and {"attempts", "population 3"} <= {*result.tokens}
+
+
+@pytest.mark.parametrize(("context", "in_parts"), [(768, True), (2048, False)])
+def test_a_summary_is_of_the_whole_attempt(context: int, *, in_parts: bool) -> None:
+    """Each part of a long attempt is read once, with the summary of the parts before it."""
+    long = "".join(f"{number}," for number in range(80))
+    read: list[list[str]] = []
+
+    def summarises(text: str, random: Random) -> str:
+        if SUMMARISE[:30] not in text:
+            return "best: A" if COMPARE[:30] in text else long
+        shown = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        if "earlier" in shown:
+            assert GO_ON in text and shown["earlier"] == f"summary of {len(read[-1])}"
+        else:
+            assert GO_ON not in text
+            read.append([])
+        read[-1].append(shown["attempt"])
+        return f"summary of {len(read[-1])}"
+
+    attempt_calculator(
+        summarises,
+        AttemptOptions(attempts=2, votes=1, summaries=True),
+        num_tasks=1,
+        settings={"engine.max_context": context, "engine.max_completion_tokens": 400},
+    )
+    assert len(read) == 2
+    for parts in read:
+        assert (len(parts) > 1) == in_parts and long in "".join(parts)
+
+
 def searched(judge: float, runs: int = 400) -> tuple[float, float]:
     """Return the success of a search and of a choice at the end, of as many tokens.
 
@@ -515,6 +574,7 @@ def test_a_stage_goes_on_from_the_last_answer_of_a_kept_attempt() -> None:
         ({"search": 2}, "--search needs --votes above 0"),
         ({"attempts": 1}, "--attempts must be at least 2 to choose, got 1"),
         ({"group": 9}, "--group must be at most --attempts .8."),
+        ({"rounds": 1}, "--rounds needs --distil above 0"),
         ({"distil": 9}, "--distil must be at most --attempts .8., got 9"),
     ],
 )

@@ -1,15 +1,16 @@
 """Attempt each task several times, choose one of the attempts, and measure the gain in success.
 
 The chosen attempt has the answer that most attempts give, wins a tournament in which the policy
-compares attempts, or has the highest score of a reward model. Optionally, one more attempt is made.
-Before it, the policy reads the conclusions of the best attempts (PDR) or a plan from the first
-attempt. Or a beam search in stages finds this attempt.
+compares attempts, or has the highest score of a reward model. Optionally, one more attempt is made,
+or new populations of attempts. Before them, the policy reads the conclusions of the best attempts
+(PDR) or a plan from the first attempt. Or a beam search in stages finds this attempt.
 """
 
 import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from math import inf
@@ -48,12 +49,15 @@ from unstale.rollout.answers import AnswerReader, last_reply
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import Attempt, FinishedEpisodes
 from unstale.rollout.seeds import derive_seed
-from unstale.rollout.writer import PolicyWriter, question
+from unstale.rollout.writer import PolicyWriter, question, room
 
 COMPARE = f"""You compare attempts at a task. {DATA} Decide which attempt is right, or the most \
 likely to be right. End with one line: best: LETTER"""
 SUMMARISE = f"""You summarise an attempt at a task in at most 100 words: its hypotheses, how far \
 it got, what failed, and its conclusion. {DATA}"""
+GO_ON = " This is a later part of the attempt. `earlier` summarises the parts before it: keep what \
+matters of it."
+"""What follows `SUMMARISE` for the second and each later part of a long attempt."""
 CONCLUSIONS = "Earlier attempts ended as follows. They may be wrong: check them, then answer."
 _VERDICT = re.compile(r"best:[\W_]*([A-Z])\b", re.IGNORECASE)
 
@@ -72,6 +76,11 @@ class AttemptOptions:
     distil: int = 0
     """Number of attempts whose conclusions the policy reads before one more attempt; 0 makes no
     such attempt.
+    """
+    rounds: int = 0
+    """Number of new populations of `attempts` attempts, in place of one more attempt. Each reads
+    the conclusions of the `distil` best attempts of the population before, and one of its attempts
+    is chosen in the same way (PDR).
     """
     plan: bool = False
     """Make a second attempt with a plan that the policy writes from the first."""
@@ -118,6 +127,11 @@ class AttemptOptions:
         if self.distil > self.attempts:
             raise ConfigError(
                 f"--distil must be at most --attempts ({self.attempts}), got {self.distil}"
+            )
+        if self.rounds and not self.distil:
+            raise ConfigError(
+                "--rounds needs --distil above 0: the number of attempts whose conclusions a new "
+                "population reads"
             )
         if self.weigh and self.votes:
             raise ConfigError("--weigh is for the majority of answers: leave out --votes")
@@ -250,6 +264,8 @@ class _Procedure:
         self._seed = held_out.config.seed
         self._tasks = held_out.tasks[:: options.attempts]
         self._kept = KeptEpisodes()
+        self._first = self._kept.episodes
+        """The attempts of the first population, which have read no conclusions."""
         self._shown: dict[str, Mapping[int, str]] = {}
         """The text of each attempt that the judge read, by task and attempt."""
 
@@ -258,11 +274,8 @@ class _Procedure:
         options.
         """
         options = self._options
-        graded = await self._evaluate(self._rollout, self._held_out.tasks, self._kept)
+        graded, choices = await self._population()
         tokens = {"attempts": _sampled(self._kept)}
-        if isinstance(self._held_out.taskset, CollectedTasks):
-            self._held_out.taskset.are_attempts = False
-        choices = await self._choose()
         if options.votes:
             tokens["votes"] = self._writer.tokens
         chosen = {self._name_of_choice(): [self._success(task, choices) for task in self._tasks]}
@@ -270,7 +283,18 @@ class _Procedure:
             plain = {task.key: self._majority(task, None) for task in self._tasks}
             name = f"majority of {options.attempts} answers"
             chosen[name] = [self._success(task, plain) for task in self._tasks]
-        if options.distil:
+        populations: dict[str, EvalResult] = {}
+        latest, chosen_latest = self, choices
+        for number in range(2, options.rounds + 2):
+            name, before = f"population {number}", self._writer.tokens
+            latest = latest._next(chosen_latest)
+            again, chosen_latest = await latest._population()
+            populations[name] = EvalResult.of(again, options.attempts)
+            chosen[f"{self._name_of_choice()}, {name}"] = [
+                latest._success(task, chosen_latest) for task in self._tasks
+            ]
+            tokens[name] = _sampled(latest._kept) + self._writer.tokens - before
+        if options.distil and not options.rounds:
             notes = self._conclusions(choices)
             name = f"answer from {options.distil} attempts"
             chosen[name], tokens["distilled"] = await self._again(notes)
@@ -293,11 +317,33 @@ class _Procedure:
         return AttemptResult(
             attempts=EvalResult.of(graded, options.attempts),
             first=tuple(graded[:: options.attempts]),
+            populations=populations,
             chosen=chosen,
             judge=[each for each in records if each is not None],
             unread=asked.count(None) / len(asked) if asked else 0.0,
             tokens=tokens,
         )
+
+    async def _population(self) -> tuple[list[bool | None], dict[str, Choice]]:
+        """Attempt the tasks, and choose an attempt at each. Return successes and choices."""
+        graded = await self._evaluate(self._rollout, self._held_out.tasks, self._kept)
+        if isinstance(self._held_out.taskset, CollectedTasks):
+            self._held_out.taskset.are_attempts = False
+        return graded, await self._choose()
+
+    def _next(self, choices: Mapping[str, Choice]) -> "_Procedure":
+        """Return the procedure of a new population, which reads the conclusions of the best
+        attempts of this one. The seeds are those of this population, so that only the notes differ.
+        """
+        following = copy(self)
+        following._rollout = self._noted(self._conclusions(choices))
+        following._kept, following._shown = KeptEpisodes(), {}
+        return following
+
+    def _noted(self, notes: Mapping[str, str]) -> Rollout:
+        """Return a rollout of the tasks with `notes`, by task key, at the end of their prompts."""
+        config, taskset = self._held_out.config, NotedTasks(self._held_out.taskset, notes)
+        return build_rollout(config, taskset)(self._rollout.generator, taskset, config.rollout)
 
     def _name_of_choice(self) -> str:
         options = self._options
@@ -328,11 +374,8 @@ class _Procedure:
         `notes` has, by task key, a text that the policy reads first. The seeds are those of the
         first attempt, so that only the note differs.
         """
-        config, taskset = self._held_out.config, NotedTasks(self._held_out.taskset, notes)
-        make = build_rollout(config, taskset)
-        rollout = make(self._rollout.generator, taskset, config.rollout)
         kept = KeptEpisodes()
-        return await self._evaluate(rollout, self._tasks, kept), _sampled(kept)
+        return await self._evaluate(self._noted(notes), self._tasks, kept), _sampled(kept)
 
     async def _choose(self) -> dict[str, Choice]:
         """Return the choice at each task, by task key. Tasks without a finished attempt are left
@@ -436,9 +479,23 @@ class _Procedure:
         episode = self._episodes(task)[number]
         if not self._options.summaries:
             return self._last_reply(episode)
-        seed = derive_seed(self._seed, "summary", task.key, number)
-        attempt = self._whole(episode)
-        return await self._writer.write(SUMMARISE, seed, task=self._words(task), attempt=attempt)
+        return await self._summary(task, number, self._whole(episode))
+
+    async def _summary(self, task: Task, number: int, rest: str) -> str:
+        """Return the policy's summary of an attempt with the text `rest`.
+
+        A text that does not fit into the context is summarised in parts, each with the summary of
+        the parts before it. Only if the task leaves no room beside it, the end is summarised.
+        """
+        instructions, texts, part = SUMMARISE, {"task": self._words(task)}, 0
+        while True:
+            size = room(self._rollout.generator, instructions, texts, rest) or len(rest)
+            seed = derive_seed(self._seed, "summary", task.key, number, part)
+            written = await self._writer.write(instructions, seed, **texts, attempt=rest[:size])
+            if not (rest := rest[size:]):
+                return written
+            instructions, part = SUMMARISE + GO_ON, part + 1
+            texts = {**texts, "earlier": written}
 
     def _conclusions(self, choices: Mapping[str, Choice]) -> dict[str, str]:
         """Return a note with the conclusions of the best attempts at each task, by task key.
@@ -539,8 +596,9 @@ class _Procedure:
 
     def _words(self, task: Task) -> str:
         """Return the text of a task, or else the prompt of its first attempt."""
-        episodes = self._episodes(task)
-        opening = next(iter(episodes.values())).pieces[0].tokens if episodes else ()
+        numbers = range(self._options.attempts)
+        found = (self._first.get((task.key, number)) for number in numbers)
+        opening = next((each.pieces[0].tokens for each in found if each), ())
         return task_text(self._held_out.taskset, task) or self._rollout.generator.chat.text(opening)
 
     def _whole(self, episode: Trajectory) -> str:

@@ -26,10 +26,14 @@ class AttemptResult:
     """For each way of choosing, by name: the success of the chosen attempt at each
     task, or None.
     """
+    populations: Mapping[str, EvalResult]
+    """The attempts of each later population (PDR), by its name."""
     judge: Sequence[JudgeRecord] = ()
-    """The judge's accuracy on each task that has both right and wrong attempts."""
+    """The judge's accuracy on each task that has both right and wrong attempts in the first
+    population.
+    """
     unread: float = 0.0
-    """Share of the judge's votes from which no choice could be read."""
+    """Share of the judge's votes on the first population from which no choice could be read."""
     tokens: Mapping[str, int]
     """Numbers of sampled tokens by purpose."""
 
@@ -39,7 +43,7 @@ class AttemptResult:
 
     def rows(self) -> dict[str, TaskMean]:
         """Return mean successes by name: of one attempt, of each way of choosing, and of any
-        attempt.
+        attempt. Then those of one and of any attempt of each later population.
         """
         chosen = {
             name: mean_over_tasks([float(each is True) for each in graded])
@@ -50,6 +54,11 @@ class AttemptResult:
             "one attempt": attempts.average,
             **chosen,
             self.ceiling: attempts.passed(attempts.attempts),
+            **{f"one attempt, {name}": each.average for name, each in self.populations.items()},
+            **{
+                f"{self.ceiling}, {name}": each.passed(each.attempts)
+                for name, each in self.populations.items()
+            },
         }
 
     def gain(self, name: str) -> PairedDifference | None:

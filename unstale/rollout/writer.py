@@ -15,6 +15,8 @@ from unstale.rollout.transcript import Transcript
 
 MAX_CHARACTERS = 8000
 """Largest number of characters of each text in a prompt. Only the end of a longer text is used."""
+LEAST_CHARACTERS = 64
+"""Smallest number of characters of a part of a text that is worth a prompt of its own."""
 
 
 class PolicyWriter:
@@ -55,18 +57,47 @@ def question(generator: Generator, instructions: str, texts: Mapping[str, str]) 
     Texts are cut at the start until the prompt leaves room for the reply: `max_completion_tokens`,
     or half of the context if that is less. Raises `ConfigError` if the instructions do not fit.
     """
-    chat, context = generator.chat.with_tools(()), generator.config.max_context
-    most = max(context // 2, context - generator.config.max_completion_tokens)
+    most = _most_tokens(generator)
     limit = MAX_CHARACTERS
     while True:
         cut = {name: text[-limit:] if limit else "" for name, text in texts.items()}
-        prompt = f"{instructions}\n\n{json.dumps(cut, ensure_ascii=False)}"
-        num_tokens = len(chat.encode_prompt((Message("user", prompt),)))
+        prompt, num_tokens = _prompt(generator, instructions, cut)
         if num_tokens <= most:
             return prompt
         if not limit:
             raise ConfigError(
                 f"a question without its texts has {num_tokens} tokens, and engine.max_context"
-                f" = {context} leaves {most}: raise engine.max_context"
+                f" = {generator.config.max_context} leaves {most}: raise engine.max_context"
             )
         limit //= 2
+
+
+def room(generator: Generator, instructions: str, texts: Mapping[str, str], attempt: str) -> int:
+    """Return how many characters of `attempt`, from its start, fit into a `question` beside the
+    whole other `texts`.
+
+    At most `MAX_CHARACTERS`. 0 if fewer than `LEAST_CHARACTERS` fit, or if another text would be
+    cut.
+    """
+    limit = MAX_CHARACTERS
+    if any(len(text) > limit for text in texts.values()):
+        return 0
+    while limit >= LEAST_CHARACTERS:
+        shown = {**texts, "attempt": attempt[:limit]}
+        if _prompt(generator, instructions, shown)[1] <= _most_tokens(generator):
+            return limit
+        limit //= 2
+    return 0
+
+
+def _most_tokens(generator: Generator) -> int:
+    """Return the largest number of tokens of a prompt that leaves room for the reply."""
+    context = generator.config.max_context
+    return max(context // 2, context - generator.config.max_completion_tokens)
+
+
+def _prompt(generator: Generator, instructions: str, texts: Mapping[str, str]) -> tuple[str, int]:
+    """Return a prompt with these instructions and texts, and its number of tokens."""
+    prompt = f"{instructions}\n\n{json.dumps(texts, ensure_ascii=False)}"
+    chat = generator.chat.with_tools(())
+    return prompt, len(chat.encode_prompt((Message("user", prompt),)))

@@ -96,6 +96,14 @@ add = command(
         help="make a further attempt that reads how the K best ones ended",
     ),
     argument(
+        "--rounds",
+        type=bounded(int, 0, 100),
+        default=0,
+        metavar="R",
+        help="make R new populations of N attempts in place of a further one; each reads the best "
+        "of the population before, and is chosen from in the same way; needs --distil",
+    ),
+    argument(
         "--plan",
         action="store_true",
         help="make a second attempt with a plan that the policy writes from the first",

@@ -206,15 +206,12 @@ ROWS: Sequence[Row] = (
         "a probe of hidden states as the baseline",
         "--techniques baseline --baseline.centre probe, which costs a forward pass",
     ),
-    _partly(
+    _works(
         19,
         "RTV + PDR",
-        "votes over summaries of attempts, and one further attempt that reads the best",
-        "unstale attempt RUN --attempts 8 --votes 8 --summaries --distil 4 "
-        "(docs/commands.md). A summary is written from the last 8,000 characters of an "
-        "attempt",
-        "One further attempt is made at a task, where the paper makes a new population of "
-        "attempts, summarises it and votes again.",
+        "votes over summaries of attempts, and new populations that read the best",
+        "unstale attempt RUN --attempts 8 --votes 8 --summaries --distil 4 --rounds 1 "
+        "(docs/commands.md); without --rounds, one further attempt reads the best",
     ),
     _works(
         20,
