@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from unstale.config import ConfigError, nearest
-from unstale.config.checks import Share
+from unstale.config.checks import Count, Share
 from unstale.config.given import (
     HERE,
     Given,
@@ -29,6 +29,7 @@ from unstale.envs.draft_edit import DraftEditConfig
 from unstale.envs.guard import call_named
 from unstale.envs.numbers import given_answer
 from unstale.envs.registry import import_user_code
+from unstale.envs.reward_processes import RewardProcesses
 from unstale.envs.rows import FILES, Row, file_type, list_rows, load_rows
 from unstale.envs.strict_json import require_characters
 from unstale.frames import show_line
@@ -55,6 +56,13 @@ class DatasetConfig(DraftEditConfig):
     """The reward function as `module:function`. It gets the last reply and the row, and returns one
     or more rewards. In Python also the function, or a list of several.
     """
+    reward_processes: Count = 0
+    """Largest number of processes that compute the reward function, for one that takes much
+    processor time; 0 computes it in threads of the run. Processes start while rewards wait for
+    one, and end when idle (docs/rewards.md).
+    """
+    min_reward_processes: Count = 0
+    """Number of these processes that remain when idle."""
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a list of messages with `role` and `content`."""
     follow_up_column: str = ""
@@ -82,6 +90,17 @@ class DatasetConfig(DraftEditConfig):
 
     def check_combination(self) -> None:
         super(DatasetConfig, self).check_combination()
+        if self.min_reward_processes > self.reward_processes:
+            raise ConfigError(
+                f"task.min_reward_processes must be at most {self.reward_processes} "
+                f"(task.reward_processes), got {self.min_reward_processes}"
+            )
+        if self.reward_processes and self.isolate != "none":
+            raise ConfigError(
+                f"task.reward_processes = {self.reward_processes} cannot be used with "
+                f"task.isolate = {self.isolate}, which computes rewards in its task.workers: set "
+                "one of them"
+            )
         if not self.held_out_file and not self.held_out_split:
             return
         name = "held_out_file" if self.held_out_file else "held_out_split"
@@ -359,6 +378,13 @@ def make_dataset(options: DatasetConfig) -> DatasetTasks:
     Raises `ConfigError` if the options or the rows are wrong.
     """
     reward = load_reward(options.reward)
+    if options.reward_processes:
+        reward = RewardProcesses(
+            options.reward,
+            reward,
+            processes=options.reward_processes,
+            min_processes=options.min_reward_processes,
+        )
     column = options.prompt_column
     if isinstance(options.env, Given):
         rows = list_rows(options.env.value, "task.env", column)
