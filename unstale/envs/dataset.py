@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from unstale.config import ConfigError, nearest
 from unstale.config.checks import Count, Share
@@ -209,6 +209,18 @@ class DatasetTasks(ListedTasks):
         )
 
 
+class PooledDatasetTasks(DatasetTasks):
+    """A task set whose rewards are computed in processes. They end with the context that it is."""
+
+    _reward: RewardProcesses
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._reward.pool.close()
+
+
 class RowEnv:
     """The environment of one row. After a reply to each of its user messages, it returns the
     reward.
@@ -378,13 +390,6 @@ def make_dataset(options: DatasetConfig) -> DatasetTasks:
     Raises `ConfigError` if the options or the rows are wrong.
     """
     reward = load_reward(options.reward)
-    if options.reward_processes:
-        reward = RewardProcesses(
-            options.reward,
-            reward,
-            processes=options.reward_processes,
-            min_processes=options.min_reward_processes,
-        )
     column = options.prompt_column
     if isinstance(options.env, Given):
         rows = list_rows(options.env.value, "task.env", column)
@@ -397,6 +402,14 @@ def make_dataset(options: DatasetConfig) -> DatasetTasks:
         held_out = load_rows(options.held_out_file, option="task.held_out_file")
     elif options.held_out_split:
         held_out = load_rows(options.source, subset=options.subset, split=options.held_out_split)
+    if options.reward_processes:
+        processes = RewardProcesses(
+            options.reward,
+            reward,
+            processes=options.reward_processes,
+            min_processes=options.min_reward_processes,
+        )
+        return PooledDatasetTasks(rows, processes, options, held_out)
     return DatasetTasks(rows, reward, options, held_out)
 
 

@@ -286,6 +286,7 @@ class ElasticPool:
             members, self._members = self._members, []
             waiting, self._waiting = self._waiting, deque()
             keeper, self._keeper, self._cause = self._keeper, None, ""
+            self._seen.clear()
             for member in members:
                 member.is_ending = True
                 member.wake.notify()
