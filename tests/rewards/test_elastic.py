@@ -17,8 +17,10 @@ import pytest
 from tests.rewards.test_reward_model import save
 from tests.support.waits import LIMIT_S, until, wait_until
 from unstale.analysis.planner.clock import SimulatedClock
+from unstale.analysis.planner.costs import LinearCosts
 from unstale.analysis.planner.rewards import SimulatedRewards
-from unstale.config import ConfigError, make_task
+from unstale.analysis.planner.simulate import Constant, Fleet, Workload, simulate
+from unstale.config import ConfigError, ScheduleConfig, make_task
 from unstale.durability import virtual_clock
 from unstale.envs import EnvError, Message
 from unstale.envs.elastic import ElasticPool, LineProcess, PoolSize, read_pools
@@ -100,6 +102,25 @@ def test_waits_of_several_bursts_add_up() -> None:
     changes, _ = sizes(PoolSize(1, 4), bursts, last=60)
     assert [number for _, number in changes] == [1, 2]
     assert [at for at, _ in changes] == pytest.approx([12, 22.8])
+
+
+def test_a_simulated_step_waits_for_the_rewards() -> None:
+    """A step has 8 rewards of 1 s and 0.1 s of training. Its replies take no time."""
+
+    def step_s(**processes: int) -> float:
+        result = simulate(
+            Workload(prompt_tokens=Constant(8), reply_tokens=Constant(8), reward_s=Constant(1)),
+            Fleet(reward_start_s=0.5, **processes),
+            ScheduleConfig(max_staleness=0, groups_per_step=2, group_size=4),
+            LinearCosts(train=0.1),
+            steps=5,
+        )
+        return result.mean_step_s
+
+    assert step_s() == pytest.approx(8.1)
+    assert step_s(reward_processes=4, min_reward_processes=4) == pytest.approx(2.1)
+    with pytest.raises(ConfigError, match=r"fleet.min_reward_processes must be at most 1"):
+        Fleet(min_reward_processes=2)
 
 
 @pytest.fixture
