@@ -32,6 +32,10 @@ IDLE_STARTS = 10.0
 """Idle time after which a process ends, as a multiple of the time that a start takes. So starting
 takes at most a tenth of the time for which a process is kept.
 """
+MAX_FAILED = 3
+"""Number of requests in a row that ended two processes each, after which a pool starts no more. No
+other request was answered in between, so their processes would probably end too.
+"""
 _OUTPUT_BYTES = 1 << 20
 """Size at which the file with a process's output is emptied."""
 _ROUNDING_S = 1e-9
@@ -182,6 +186,7 @@ class ElasticPool:
 
     `PoolSize` decides how many there are. If a process ends while it works, its requests are sent
     once more, each alone, to another process. An answer that is a text is an error of its request.
+    If `MAX_FAILED` requests in a row end two processes each, all further requests fail at once.
     """
 
     def __init__(  # noqa: PLR0913 - two errors, two limits, and what differs between pools
@@ -228,6 +233,8 @@ class ElasticPool:
         self._due = math.inf
         """Time at which `_keeper` calls `_update` next."""
         self._cause = ""
+        self._num_failed = 0
+        """Number of requests in a row that ended two processes, without an answer since."""
         _POOLS.add(self)
 
     async def ask(self, item: Any) -> Any:
@@ -286,6 +293,7 @@ class ElasticPool:
             members, self._members = self._members, []
             waiting, self._waiting = self._waiting, deque()
             keeper, self._keeper, self._cause = self._keeper, None, ""
+            self._num_failed = 0
             self._seen.clear()
             for member in members:
                 member.is_ending = True
@@ -419,6 +427,7 @@ class ElasticPool:
                 self._lost(member, batch, process.end())
                 break
             with self._lock:
+                self._num_failed = 0
                 member.batch, member.idle_since = [], time.monotonic()
                 self._update()
             for request, answer in zip(batch, answers, strict=True):
@@ -477,10 +486,13 @@ class ElasticPool:
             for request in reversed(batch):
                 if is_closed or request.is_retried or request.is_abandoned:
                     failed.append(request)
+                    self._num_failed += request.is_retried and not is_closed
                 else:
                     request.is_retried, request.at = True, time.monotonic()
                     self._waiting.appendleft(request)
             member.batch, member.is_ending = [], True
+            if self._num_failed >= MAX_FAILED:
+                self._cause = cause
         text = "it was closed" if is_closed else cause
         self._fail(failed, text, EnvError if is_closed else self._ended)
 
