@@ -31,7 +31,7 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.durability.run_folder import RunFolder
-from unstale.envs.dataset import DatasetConfig
+from unstale.envs.dataset import DatasetConfig, load_reward
 from unstale.envs.reward_processes import RewardProcesses
 from unstale.recipes.llm import llm
 
@@ -120,9 +120,8 @@ def simulated(name: str, options: argparse.Namespace, rest_s: float, start_s: fl
 
 def start_seconds() -> float:
     """Return how long a process for the reward takes to start."""
-    import slow_reward
-
-    rewards = RewardProcesses("slow_reward:slow", slow_reward.slow, processes=1, min_processes=1)
+    slow = load_reward("slow_reward:slow")
+    rewards = RewardProcesses("slow_reward:slow", slow, processes=1, min_processes=1)
     assert not rewards.pool.load()
     rewards.pool.close()
     assert rewards.pool.size.start_s
