@@ -50,6 +50,7 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
         "envs/guard.py",
         "envs/hooks.py",
         "envs/registry.py",
+        "envs/reward_worker.py",
         "isolation/worker.py",
         "lint/estimator_trials.py",
         "model/template_limits.py",

@@ -26,6 +26,7 @@ from unstale.config import RunConfig
 from unstale.durability import CheckpointWriter, RunJournal
 from unstale.durability.checkpoint import Checkpoint, Progress
 from unstale.engines import GenerationControl, rates
+from unstale.envs.elastic import read_pools
 from unstale.observe import RunRecorder
 from unstale.old_logps import OldLogps
 from unstale.records import (
@@ -469,11 +470,12 @@ async def learn(
 
 
 def measure_sampling(run: RunComponents) -> Mapping[str, float]:
-    """Return metrics of the engines and of the episodes' waiting times since the last call.
+    """Return metrics of the engines, of the episodes' waiting times and of reward processes.
 
-    Times are in seconds.
+    Times are in seconds, since the last call.
     """
-    return {**rates(run.engine.metrics()), **run.rollout.wait_times.read("rollout")}
+    waits = run.rollout.wait_times.read("rollout")
+    return {**rates(run.engine.metrics()), **waits, **read_pools()}
 
 
 def episodes_of(groups: Sequence[Group]) -> frozenset[int]:

@@ -59,6 +59,14 @@ GROUPS_OF_ENGINES = {
     "engine/prefill_busy_share",
     "engine/decode_busy_share",
 }
+REWARD_PROCESSES = {
+    "reward_pool/processes",
+    "reward_pool/processes_max",
+    "reward_pool/waiting_max",
+    "reward_pool/wait_s",
+    "reward_pool/starts",
+    "reward_pool/ends",
+}
 SEVERAL_RANKS = {"trainer/imbalance"}
 TECHNIQUES = {
     "ess_lr/effective_share",
@@ -173,6 +181,6 @@ def test_the_page_lists_what_a_run_logs(tmp_path: Path) -> None:
         name for name, section in listed.items() if section != NOT_OF_A_RUN and "<" not in name
     }
     others = OTHER_ROUTES | OTHER_POLICIES | OTHER_ENGINES | SEVERAL_RANKS | TECHNIQUES
-    others |= GROUPS_OF_ENGINES | OTHER_DTYPES | OTHER_OPTIONS
+    others |= GROUPS_OF_ENGINES | OTHER_DTYPES | OTHER_OPTIONS | REWARD_PROCESSES
     missing = expected - logged - others - UNDEFINED
     assert missing == set()

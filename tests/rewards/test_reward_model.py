@@ -6,6 +6,7 @@ deterministic run. The name of a reward has the checksum of the model. Errors na
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,8 @@ from unstale.config import ConfigError
 from unstale.durability import virtual_clock
 from unstale.envs import EnvError
 from unstale.envs.dataset import load_reward
-from unstale.rewards.reward_model import RewardModel
+from unstale.envs.elastic import LineProcess
+from unstale.rewards.reward_model import ModelEnded, RewardModel
 from unstale.testing import tiny_policy
 
 TEXTS = ("w5", "w7 w8 w9", "w3 w4", "w60 w61 w62 w63")
@@ -114,13 +116,20 @@ def test_errors_name_the_folder(model: RewardModel, folder: Path, tmp_path: Path
     two.close()
 
 
-def test_a_process_that_ends_is_an_error_of_the_episode(folder: Path) -> None:
+def test_two_processes_that_end_are_an_error_of_the_episode(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import os; print('{}', flush=True); input(); os.kill(os.getpid(), 9)"
+
+    def start(model: RewardModel, number: int) -> LineProcess:
+        return LineProcess(["-c", program], os.environ)
+
+    monkeypatch.setattr(RewardModel, "_start", start)
     broken = RewardModel(folder)
-    asyncio.run(broken.reward("w5", {"prompt": "w3"}))
-    assert broken._process
-    broken._process.kill()
-    with pytest.raises(EnvError, match=r"liking: its process has ended with SIGKILL$"):
-        asyncio.run(broken.reward("w5", {"prompt": "w3"}))
+    for starts in (2, 4, 6, 6):  # after three, nothing is started any more
+        with pytest.raises(ModelEnded, match=r"liking: its process has ended with SIGKILL$"):
+            asyncio.run(broken.reward("w5", {"prompt": "w3"}))
+        assert broken.pool.starts == starts
     broken.close()
 
 

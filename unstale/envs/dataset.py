@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from unstale.config import ConfigError, nearest
-from unstale.config.checks import Share
+from unstale.config.checks import Count, Share
 from unstale.config.given import (
     HERE,
     Given,
@@ -29,6 +29,7 @@ from unstale.envs.draft_edit import DraftEditConfig
 from unstale.envs.guard import call_named
 from unstale.envs.numbers import given_answer
 from unstale.envs.registry import import_user_code
+from unstale.envs.reward_processes import RewardProcesses
 from unstale.envs.rows import FILES, Row, file_type, list_rows, load_rows
 from unstale.envs.strict_json import require_characters
 from unstale.frames import show_line
@@ -55,6 +56,13 @@ class DatasetConfig(DraftEditConfig):
     """The reward function as `module:function`. It gets the last reply and the row, and returns one
     or more rewards. In Python also the function, or a list of several.
     """
+    reward_processes: Count = 0
+    """Largest number of processes that compute the reward function, for one that takes much
+    processor time; 0 computes it in threads of the run. Processes start while rewards wait for
+    one, and end when idle (docs/rewards.md).
+    """
+    min_reward_processes: Count = 0
+    """Number of these processes that remain when idle."""
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a list of messages with `role` and `content`."""
     follow_up_column: str = ""
@@ -82,6 +90,17 @@ class DatasetConfig(DraftEditConfig):
 
     def check_combination(self) -> None:
         super(DatasetConfig, self).check_combination()
+        if self.min_reward_processes > self.reward_processes:
+            raise ConfigError(
+                f"task.min_reward_processes must be at most {self.reward_processes} "
+                f"(task.reward_processes), got {self.min_reward_processes}"
+            )
+        if self.reward_processes and self.isolate != "none":
+            raise ConfigError(
+                f"task.reward_processes = {self.reward_processes} cannot be used with "
+                f"task.isolate = {self.isolate}, which computes rewards in its task.workers: set "
+                "one of them"
+            )
         if not self.held_out_file and not self.held_out_split:
             return
         name = "held_out_file" if self.held_out_file else "held_out_split"
@@ -188,6 +207,18 @@ class DatasetTasks(ListedTasks):
         return self._options.with_edit(
             lambda: RowEnv(opening, _follow_ups(row, self._options), self._reward, row)
         )
+
+
+class PooledDatasetTasks(DatasetTasks):
+    """A task set whose rewards are computed in processes. They end with the context that it is."""
+
+    _reward: RewardProcesses
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._reward.pool.close()
 
 
 class RowEnv:
@@ -371,6 +402,14 @@ def make_dataset(options: DatasetConfig) -> DatasetTasks:
         held_out = load_rows(options.held_out_file, option="task.held_out_file")
     elif options.held_out_split:
         held_out = load_rows(options.source, subset=options.subset, split=options.held_out_split)
+    if options.reward_processes:
+        processes = RewardProcesses(
+            options.reward,
+            reward,
+            processes=options.reward_processes,
+            min_processes=options.min_reward_processes,
+        )
+        return PooledDatasetTasks(rows, processes, options, held_out)
     return DatasetTasks(rows, reward, options, held_out)
 
 

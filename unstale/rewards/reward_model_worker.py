@@ -1,6 +1,6 @@
 """The program of a reward model's process, which `unstale.rewards.reward_model` starts.
 
-    python -m unstale.rewards.reward_model_worker FOLDER
+    python -m unstale.rewards.reward_model_worker FOLDER DEVICE
 
 It prints a line of JSON when the model is loaded. Then each line of its input is a list of
 conversations, and of solutions divided into steps. It prints a list with a score, or the scores of
@@ -39,8 +39,14 @@ class Scorer:
     It classifies sequences and returns one number, or classifies tokens by two labels.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Load the model from a folder. Raises ValueError if it returns other numbers."""
+    def __init__(self, folder: Path, device: str = "any") -> None:
+        """Load the model from a folder. `device` is `cuda`, `cpu` or `any`.
+
+        Raises ValueError if the model returns other numbers, or if there is no such device.
+        """
+        if device == "cuda" and not torch.cuda.is_available():
+            gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            raise ValueError(f"there is no GPU {gpus}: name other `devices`")
         # No code of the folder is run: no other model class, and no pickle.
         self._tokenizer: Any = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -61,7 +67,9 @@ class Scorer:
                 f"it has {model.config.num_labels} labels, and a {kind_name} has {number} "
                 "(num_labels)"
             )
-        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        if device == "any":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = model.to(device).eval()
         text = model.config.get_text_config()
         self._longest = getattr(text, "max_position_embeddings", None) or sys.maxsize
         pad = self._tokenizer.pad_token_id
@@ -169,13 +177,13 @@ def version_of(folder: Path) -> str:
     return f"{found:08x}"
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, device: str) -> None:
     """Answer each line of standard input until it ends. `folder` is that of the model."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the libraries print
     try:
         with reading(folder, "reward model"):
-            scorer = Scorer(folder)
+            scorer = Scorer(folder, device)
     except ConfigError as error:
         text = str(error).removeprefix("policy: ")
         print(json.dumps({"error": text}), file=answers, flush=True)
@@ -186,4 +194,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from unstale.analysis.planner.clock import SimulatedClock
 from unstale.analysis.planner.costs import NO_OVERHEADS, Overheads
 from unstale.analysis.planner.engines import SimulatedEnginePool, SimulatedReply
-from unstale.analysis.planner.workload import EpisodeShape, Prefix, Workload
+from unstale.analysis.planner.rewards import SimulatedRewards
+from unstale.analysis.planner.workload import Constant, EpisodeShape, Prefix, Workload
 from unstale.engines import Stopwatch
 from unstale.records import (
     ContextPiece,
@@ -114,8 +115,10 @@ class SimulatedEpisode:
         self.turn += 1
         if self.turn < len(self.shape.turns):
             self._begin_reply()
-        else:
+        elif self.rollout.workload.reward_s == Constant(0):
             self._end(self)
+        else:
+            self.rollout.rewards.compute(self.rollout.reward_s(), lambda: self._end(self))
 
     def _fail(self) -> None:
         self.rollout.gave_up(self)
@@ -147,6 +150,7 @@ class SimulatedRollout:
         engines: SimulatedEnginePool,
         *,
         pending: PendingPieces,
+        rewards: SimulatedRewards,
         seed: int,
         overheads: Overheads = NO_OVERHEADS,
     ) -> None:
@@ -160,6 +164,7 @@ class SimulatedRollout:
         """
         self.clock = clock
         self.engines = engines
+        self.rewards = rewards
         self.workload = workload
         self.numbers = count()
         self.wait_times = Stopwatch()
@@ -172,6 +177,7 @@ class SimulatedRollout:
         self._seed = seed
         self._samples: dict[int, Sampled] = {}
         self._random = np.random.default_rng([seed, 2])
+        self._reward_random = np.random.default_rng([seed, 5])
         self._tool_s: list[float] = []
         self._group_tool_s: dict[int, NDArray[np.float64]] = {}
         """Number of a group -> seconds of its tool calls in order, if they are the same in all its
@@ -266,6 +272,10 @@ class SimulatedRollout:
                 self._tool_s = self.workload.tool_s.draw(self._random, 1000).tolist()
             total += self._tool_s.pop()
         return total
+
+    def reward_s(self) -> float:
+        """Return the seconds that the reward of an episode takes, drawn at random."""
+        return float(self.workload.reward_s.draw(self._reward_random, 1)[0])
 
     def receive(self, group: int, then: Callable[[], None]) -> None:
         """Call `then` when an episode of group `group` has received a reply that its engine returns

@@ -87,6 +87,10 @@ class SimulationResult:
     work: EngineWork
     versions_mean: float = 1.0
     """Mean number of versions of the weights that sampled an episode."""
+    reward_wait_s: float = 0.0
+    """Mean seconds for which an episode's reward waits for a process."""
+    reward_starts: int = 0
+    """Number of reward processes that were started."""
 
     @property
     def steady_s(self) -> tuple[float, ...]:

@@ -17,6 +17,7 @@ from unstale.analysis.planner.costs import NO_OVERHEADS, Costs, Overheads
 from unstale.analysis.planner.engines import SimulatedEnginePool
 from unstale.analysis.planner.episodes import SimulatedRollout
 from unstale.analysis.planner.result import EngineWork, SimulationResult
+from unstale.analysis.planner.rewards import SimulatedRewards
 from unstale.analysis.planner.simulated import (
     InstantThread,
     NullAudit,
@@ -50,6 +51,7 @@ from unstale.config import (
 from unstale.config.routes import Needs
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import Progress
+from unstale.envs.elastic import PoolSize
 from unstale.observe.words import waiting
 from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.hooks import RunHooks
@@ -99,6 +101,11 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
         clock,
         engines,
         pending=pending,
+        rewards=SimulatedRewards(
+            clock,
+            PoolSize(fleet.min_reward_processes, fleet.reward_processes),
+            start_s=fleet.reward_start_s,
+        ),
         seed=seed,
         overheads=overheads,
     )
@@ -224,4 +231,6 @@ def _result(
         engine_share=totals["engine_s"] / life_s,
         tool_share=totals["tool_s"] / life_s,
         ready_s=totals["ready_s"] / episodes,
+        reward_wait_s=trainer.rollout.rewards.wait_s / episodes,
+        reward_starts=trainer.rollout.rewards.starts,
     )

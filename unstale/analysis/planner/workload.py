@@ -184,6 +184,8 @@ class Workload(Section):
     """Number of tokens in the environment's answer to a reply."""
     tool_s: AtLeastZero = Constant(0)
     """Seconds that a tool call takes."""
+    reward_s: AtLeastZero = Constant(0)
+    """Seconds that the reward of an episode takes in one of `fleet.reward_processes`."""
     equal_tool_s: bool = False
     """True if the n-th tool call takes equally long in all episodes of a group. This is so in the
     customer-service environments of this package, which draw the times from the group's seed.
@@ -362,12 +364,23 @@ class Fleet(Section):
     """Seconds until a failed engine has restarted. It then loads the next version, or the current
     one if all engines have failed.
     """
+    reward_processes: PositiveInt = 1
+    """Largest number of processes that compute rewards: `task.reward_processes`."""
+    min_reward_processes: Count = 1
+    """Number of these that remain when idle: `task.min_reward_processes`."""
+    reward_start_s: NonNegative = 5.0
+    """Seconds until a process for rewards has started."""
 
     def check_combination(self) -> None:
         if self.prefill_engines and self.prefill_engines >= self.engines:
             raise ConfigError(
                 f"fleet.prefill_engines must be < {self.engines} (fleet.engines), because at least "
                 f"one must decode; got {self.prefill_engines}"
+            )
+        if self.min_reward_processes > self.reward_processes:
+            raise ConfigError(
+                f"fleet.min_reward_processes must be at most {self.reward_processes} "
+                f"(fleet.reward_processes), got {self.min_reward_processes}"
             )
         if self.prefill_ratio != 8.0 and not self.prefill_engines:
             raise ConfigError("fleet.prefill_ratio is used only with fleet.prefill_engines > 0")

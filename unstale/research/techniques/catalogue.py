@@ -230,12 +230,15 @@ ROWS: Sequence[Row] = (
         22,
         "RollArt",
         "phases on the hardware that fits them, and elastic rewards",
-        "--engine.processes 4 --engine.prefill_engines 2 sends requests to groups of engines "
-        "by phase, and with --cluster.engine_hosts to groups of machines; 8 to 64 calls of a "
-        "judge run at once, by how long they wait (docs/rewards.md). Shorter waits are shown "
-        "in simulation only",
-        "No pool of reward workers grows and shrinks: a reward model has one process, and "
-        "only the number of a judge's concurrent calls adapts.",
+        "--engine.prefill_engines 1 --engine.urls 'URL URL' sends prefills to the first server "
+        "and decodes to the second, each on the hardware where you started it; with "
+        "--task.reward_processes 4, or RewardModel(processes=4, min_processes=0, devices=('2', "
+        "'3')), the number of reward processes follows what waits (docs/rewards.md); 8 to 64 "
+        "calls of a judge run at once; every episode continues over weight updates. Shorter waits "
+        "by phase are shown in simulation only",
+        "Reward processes are on the machine of the run: --task.isolate ray computes rewards on "
+        "other machines with a fixed number of workers. With --cluster.engine_hosts, Ray chooses "
+        "which machines prefill and which decode.",
     ),
     _works(
         23,
