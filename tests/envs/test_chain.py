@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from unstale.algorithms import advantages
 from unstale.builders import build_rollout
 from unstale.cli.main import main
+from unstale.cli.saved_episodes import describe_evaluation
 from unstale.config import (
     SHIPPED_POLICY,
     ConfigError,
@@ -42,6 +43,7 @@ from unstale.envs.registry import build_taskset, data_digests
 from unstale.envs.retail import RetailTasks
 from unstale.isolation.wire import read_turn, turn_row
 from unstale.records import Failure, Group, GroupRequest, Task, Trajectory, total_reward
+from unstale.research.attempt import AttemptOptions
 from unstale.research.envs.chain import NOT_KEPT, REQUEST, ChainTasks
 from unstale.research.skills import END, SKILLS
 from unstale.rollout.episode import Rollout
@@ -486,8 +488,11 @@ def test_a_library_must_fit_the_tools_and_is_part_of_the_data(tmp_path: Path) ->
     made = build_taskset(make_task("chain:retail", skills=path, length=1))
     assert isinstance(made, ChainTasks) and not made.several_conversations
     before = data_digests(made)
+    config = RunConfig(recipe="retail", task=make_task("chain:retail", skills=path))
+    saved = describe_evaluation(config)["skills"]
     library_of(tmp_path, {**note, "text": "ask first"})
-    assert data_digests(build_taskset(make_task("chain:retail", skills=path))) != before
+    assert data_digests(build_taskset(config.task)) != before
+    assert describe_evaluation(config)["skills"] != saved
     assert set(before) == {"skills"} and data_digests(RETAIL) == {}
     for rows, problem in (
         ([note, note], "the skills must have different names"),
@@ -542,6 +547,8 @@ def test_a_new_conversation_is_refused_where_it_cannot_be_recorded() -> None:
     config = RunConfig(recipe="retail", task=make_task("chain:retail"), techniques="limits")
     with pytest.raises(ConfigError, match="limits cannot be used with chain:retail"):
         build_rollout(config, RETAIL)
+    with pytest.raises(ConfigError, match="--plan cannot be used with chain:retail, whose"):
+        AttemptOptions(plan=True, votes=1).check(RETAIL)
     turn = Turn((Message("user", "a"),), fresh=True, tools=RETAIL.tools)
     assert read_turn(turn_row(turn)) == turn
     with pytest.raises(EnvError, match=r"set Turn.fresh = True, too"):

@@ -128,7 +128,7 @@ def require_divisible(config: RunConfig, taskset: Taskset, engine: Engine) -> No
             f"rollout.processes must be 1 with an ExternalAgent, got {count}: all agents of a run "
             "call one endpoint"
         )
-    if getattr(taskset, "several_conversations", False):
+    if has_several_conversations(taskset):
         raise ConfigError(
             f"rollout.processes must be 1 with {taskset.name}, got {count}: rollout processes "
             "record one conversation of an episode"
@@ -367,7 +367,7 @@ def build_rollout(
     if isinstance(taskset, IsolatedTasks):
         taskset.workers.on_event = on_event
     if not ends_freely(taskset):
-        if getattr(taskset, "several_conversations", False):
+        if has_several_conversations(taskset):
             tasks = f"{taskset.name} (several conversations in an episode)"
             _require_whole_episodes(config, tasks)
         forks = any(each.forks_after_turns for each in chosen(config.techniques))
@@ -444,6 +444,11 @@ def _require_credit_by_role(config: RunConfig, taskset: Taskset) -> None:
             f"the technique {unaware[0]} has no credit by role, and the task set has roles: remove "
             "it from techniques"
         )
+
+
+def has_several_conversations(taskset: Taskset) -> bool:
+    """Return True if episodes of `taskset` may begin new conversations (`Turn.fresh`)."""
+    return bool(getattr(taskset, "several_conversations", False))
 
 
 def ends_freely(taskset: Taskset) -> bool:
