@@ -22,7 +22,8 @@ def used_skills(turns: SpokenTurns, facts: Mapping[str, float]) -> Iterator[Skil
 
     `turns` are those of all its conversations, and `facts` the facts of the episode.
     """
-    task, writes, listed = 1, True, ()
+    task, writes = 1, True
+    listed: tuple[Skill, ...] = ()
     used: dict[tuple[int, str], Skill] = {}
     for by_policy, text in turns:
         if by_policy:
