@@ -128,6 +128,11 @@ def require_divisible(config: RunConfig, taskset: Taskset, engine: Engine) -> No
             f"rollout.processes must be 1 with an ExternalAgent, got {count}: all agents of a run "
             "call one endpoint"
         )
+    if has_several_conversations(taskset):
+        raise ConfigError(
+            f"rollout.processes must be 1 with {taskset.name}, got {count}: rollout processes "
+            "record one conversation of an episode"
+        )
     for name, value in plain(config.task).items():
         if isinstance(value, str) and HERE in value:
             raise ConfigError(
@@ -362,19 +367,12 @@ def build_rollout(
     if isinstance(taskset, IsolatedTasks):
         taskset.workers.on_event = on_event
     if not ends_freely(taskset):
+        if has_several_conversations(taskset):
+            tasks = f"{taskset.name} (several conversations in an episode)"
+            _require_whole_episodes(config, tasks)
         forks = any(each.forks_after_turns for each in chosen(config.techniques))
         return partial(Rollout, deterministic=config.deterministic, forks=forks)
-    limiters = [each.name for each in chosen(config.techniques) if each.slot == "limiter"]
-    if limiters:
-        raise ConfigError(
-            f"the technique {limiters[0]} cannot be used with an ExternalAgent, which counts its "
-            "turns and calls itself: remove it from techniques, and set rollout.max_turns"
-        )
-    if forking := [each.name for each in chosen(config.techniques) if each.slot == "strategy"]:
-        raise ConfigError(
-            f"the technique {forking[0]} cannot be used with an ExternalAgent, which cannot be "
-            "started again in the middle of an episode: remove it from techniques"
-        )
+    _require_whole_episodes(config, "an ExternalAgent")
     _require_credit_by_role(config, taskset)
     if config.deterministic:
         _require_on_loop(config, taskset)
@@ -386,6 +384,24 @@ def build_rollout(
     except ModuleNotFoundError as error:
         raise ConfigError(f"an ExternalAgent needs {error.name}: {install('endpoint')}") from error
     return partial(AgentRollout, endpoint=endpoint, on_event=on_event)
+
+
+def _require_whole_episodes(config: RunConfig, tasks: str) -> None:
+    """Raise `ConfigError` for a technique that limits the turns of episodes, or forks them.
+
+    `tasks` describes the task set in the error.
+    """
+    limiters = [each.name for each in chosen(config.techniques) if each.slot == "limiter"]
+    if limiters:
+        raise ConfigError(
+            f"the technique {limiters[0]} cannot be used with {tasks}: remove it from techniques, "
+            "and set rollout.max_turns"
+        )
+    if forking := [each.name for each in chosen(config.techniques) if each.slot == "strategy"]:
+        raise ConfigError(
+            f"the technique {forking[0]} cannot be used with {tasks}, which cannot be started "
+            "again in the middle of an episode: remove it from techniques"
+        )
 
 
 def _require_on_loop(config: RunConfig, taskset: Taskset) -> None:
@@ -428,6 +444,11 @@ def _require_credit_by_role(config: RunConfig, taskset: Taskset) -> None:
             f"the technique {unaware[0]} has no credit by role, and the task set has roles: remove "
             "it from techniques"
         )
+
+
+def has_several_conversations(taskset: Taskset) -> bool:
+    """Return True if episodes of `taskset` may begin new conversations (`Turn.fresh`)."""
+    return bool(getattr(taskset, "several_conversations", False))
 
 
 def ends_freely(taskset: Taskset) -> bool:

@@ -102,6 +102,9 @@ def describe_evaluation(config: RunConfig) -> dict[str, Any]:
     held_out = Path(getattr(config.task, "held_out_file", ""))
     if held_out.is_file():
         described["held-out data"] = _checksum([held_out])
+    skills = Path(getattr(config.task, "skills", ""))
+    if skills.is_file():
+        described["skills"] = _checksum([skills])
     return described
 
 

@@ -127,8 +127,18 @@ class Turn:
     """Name -> number for metrics, without effect on the reward. An episode has the facts of all its
     turns. If several have the same name, the last one counts.
     """
+    fresh: bool = False
+    """True if the messages begin a new conversation of the episode. The policy's next replies read
+    only it, with the system prompt among `messages`. All conversations get the episode's reward.
+    Such an episode has no rewards of single replies. The task set must have `several_conversations`
+    = True.
+    """
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    """Schemas of the tools of a new conversation (`fresh`). None keeps the tools."""
 
     def __post_init__(self) -> None:
+        if self.tools is not None and not self.fresh:
+            raise EnvError("Turn.tools are those of a new conversation: set Turn.fresh = True, too")
         set_field = partial(object.__setattr__, self)
         set_field("messages", _messages(self.messages))
         set_field("rewards", read_rewards(self.rewards))

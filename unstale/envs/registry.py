@@ -192,8 +192,9 @@ def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:
 def data_digests(taskset: Taskset) -> dict[str, str]:
     """Return split -> number and digest of its rows, for a task set that has rows.
 
-    The splits of a mixture are named as in `math/train`. Empty for a task set without rows. Of
-    values that are not JSON, such as images, only the type counts.
+    The splits of a mixture are named as in `math/train`. A task set around another one has its rows
+    in `digested`. Empty for a task set without rows. Of values that are not JSON, such as images,
+    only the type counts.
     """
     if isinstance(taskset, MixedTasks):
         return {
@@ -201,9 +202,8 @@ def data_digests(taskset: Taskset) -> dict[str, str]:
             for part in taskset.parts
             for split, digest in data_digests(part).items()
         }
-    if not isinstance(taskset, ListedTasks):
-        return {}
-    return {split: _digest(rows) for split, rows in taskset.data.items()}
+    rows = taskset.data if isinstance(taskset, ListedTasks) else getattr(taskset, "digested", {})
+    return {split: _digest(each) for split, each in rows.items()}
 
 
 def _digest(rows: Sequence[Any]) -> str:

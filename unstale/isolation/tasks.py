@@ -192,6 +192,7 @@ class IsolatedTasks:
         if implements(inner, HasIdentities):
             self.identity = inner.identity
         self.roles: Sequence[str] = getattr(inner, "roles", ())
+        self.several_conversations = bool(getattr(inner, "several_conversations", False))
         self.place_of = getattr(inner, "place_of", None)
         self.longest_call_s: float = getattr(inner, "longest_call_s", 0.0)
         if implements(inner, HasTexts):

@@ -66,6 +66,8 @@ def turn_row(turn: Turn) -> Row:
         "rewards": dict(turn.rewards),
         "reward": turn.reward,
         "facts": dict(turn.facts),
+        "fresh": bool(turn.fresh),
+        "tools": None if turn.tools is None else [dict(tool) for tool in turn.tools],
     }
 
 

@@ -20,7 +20,7 @@ from string import ascii_uppercase
 from typing import Any, cast
 
 from unstale.builders import build_rollout
-from unstale.builders.sampling import ends_freely
+from unstale.builders.sampling import ends_freely, has_several_conversations
 from unstale.cli.evaluate import HeldOut
 from unstale.cli.grades import EvalResult
 from unstale.config import ConfigError, RunConfig
@@ -148,6 +148,11 @@ class AttemptOptions:
                 f"{used[0]} cannot be used with {taskset.name}, an external agent, which leads its "
                 "conversations itself"
             )
+        if used and has_several_conversations(taskset):
+            raise ConfigError(
+                f"{used[0]} cannot be used with {taskset.name}, whose episodes have several "
+                "conversations: set task.fresh to false"
+            )
 
 
 def attempt(  # noqa: PLR0913 - options of a command
@@ -171,6 +176,11 @@ def attempt(  # noqa: PLR0913 - options of a command
         return attempt_all(held_out, options, head=head, judge=judge, console=console)
     if ends_freely(held_out.taskset):
         raise ConfigError("--collect needs tasks with an environment, not an external agent")
+    if has_several_conversations(held_out.taskset):
+        raise ConfigError(
+            f"--collect writes one conversation per episode, and those of {config.task.env} have "
+            "several: set task.fresh to false"
+        )
     inner: Any = held_out.taskset
     if options.stages:  # conversations have what the policy reads of them
         inner = StagedTasks(inner, Stages.read(options.stages))

@@ -209,6 +209,7 @@ class Rollout:
         self._identities = Identities(taskset)
         self._has_tools = implements(taskset, HasTaskTools)
         self._combines = implements(taskset, RewardCombiner)
+        self._may_begin_anew = bool(getattr(taskset, "several_conversations", False))
         self.resources: AbstractAsyncContextManager[Any] = (
             _Opened(taskset, self._taskset_name)
             if isinstance(taskset, AbstractAsyncContextManager)
@@ -568,22 +569,34 @@ class Rollout:
             turn, stop = await self._take_turns(
                 transcript, caller, chat, (turn, turn_rewards), limit, budget_use
             )
-        transcript.require_replayed()
+        for each in (transcript, *transcript.branches):
+            each.require_replayed()
         # the rewards of replies before a fork belong to the episode that sampled them
         own_rewards = turn_rewards[len(turn_rewards) - count_turns(transcript.pieces) :]
-        num_cut = count_cut_replies(transcript.pieces, chat.stop_tokens)
-        cut = {CUT_REPLIES: float(num_cut)} if num_cut else {}
-        return Trajectory(
-            pieces=tuple(transcript.pieces),
-            rewards=dict(turn.rewards),
-            stop=stop,
-            task=task,
-            seed=transcript.seed,
-            episode=transcript.episode,
-            turn_rewards=tuple(own_rewards) if any(own_rewards) else (),
-            facts={**turn.facts, **budget_use.facts(), **cut, **transcript.weight()},
-            fork=transcript.fork,
-        )
+        branches = [each for each in transcript.branches if each.has_reply]
+        all_pieces = [each.pieces for each in (transcript, *branches)]
+        num_cut = sum(count_cut_replies(each, chat.stop_tokens) for each in all_pieces)
+        facts = {**turn.facts, **budget_use.facts(), **transcript.weight()}
+        facts |= {CUT_REPLIES: float(num_cut)} if num_cut else {}
+        facts |= {"branches": float(len(branches))} if branches else {}
+
+        def ended(each: Transcript, **more: Any) -> Trajectory:
+            return Trajectory(
+                pieces=tuple(each.pieces),
+                rewards=dict(turn.rewards),
+                stop=stop,
+                task=task,
+                seed=each.seed,
+                episode=each.episode,
+                facts=facts,
+                **more,
+            )
+
+        further = tuple(map(ended, branches))
+        for branch, trajectory in zip(branches, further, strict=True):
+            branch.write_outcome(trajectory)
+        own = tuple(own_rewards) if any(own_rewards) else ()
+        return ended(transcript, turn_rewards=own, fork=transcript.fork, branches=further)
 
     async def make_env(self, task: Task, seed: int, fork: Fork | None = None) -> EnvCaller:
         """Create the environment of a task. Return the `EnvCaller` that calls its methods.
@@ -649,23 +662,25 @@ class Rollout:
 
         The returned turn has the facts (reported numbers) of all turns, the latest value of each
         name. `begun` has the first turn and the list of earlier rewards, to which later rewards are
-        appended. `limit` is a technique's limit of turns, and `budget_use` counts against the
-        episode's budget.
+        appended. A new conversation (`Turn.fresh`) becomes a branch of `transcript`. `limit` is a
+        technique's limit of turns, and `budget_use` counts against the episode's budget.
         """
         turn, turn_rewards = begun
         env = caller.env
         ended = True
+        current = transcript
+        recorded = [*transcript.branches]  # of a resumed episode, in the order of their start
         allowed = AllowedTurns(limit, most=self.config.max_turns, transcript=transcript, chat=chat)
         await transcript.look(going=False)  # at places before a restored snapshot
         while not turn.done:
             if len(turn_rewards) == allowed.number(turn_rewards):
                 return turn, "max_turns"
-            if self.generator.reply_budget(len(transcript.tokens)) < 1:
+            if self.generator.reply_budget(len(current.tokens)) < 1:
                 return turn, "max_tokens"
-            if stop := budget_use.stop(len(transcript.tokens)):
+            if stop := budget_use.stop(len(current.tokens)):
                 return turn, stop
             try:
-                reply, ended = await self._generate(transcript, budget_use)
+                reply, ended = await self._generate(current, budget_use)
             except Pruned:
                 return replace(turn, rewards={}), "pruned"
             with stage(f"step {len(turn_rewards) + 1}", self._timeout_s):
@@ -681,6 +696,8 @@ class Rollout:
                 if facts:
                     turn = replace(turn, facts={**facts, **turn.facts})
                 turn_rewards.append(turn.reward)
+                if turn.fresh or current is not transcript:
+                    self._check_anew(turn_rewards)
                 if not turn.done:
                     turn = allowed.remind(turn, turn_rewards)
                     self._check_size(turn)
@@ -690,10 +707,19 @@ class Rollout:
                         ended=ended,
                         calls=message.tool_calls,
                     )
+                    if turn.fresh:
+                        chat = chat if turn.tools is None else chat.with_tools(turn.tools)
+                        encode = partial(chat.encode_prompt, turn.messages)
+                        current = (
+                            recorded.pop(0)
+                            if recorded
+                            else transcript.add_branch(self.next_episode())
+                        )
                     text = await self._encoded(turn, encode)
                     self._check_size(turn, len(text))
-                    transcript.add_context(context_piece(chat, text))
-                    await transcript.save_state(caller, turn, turn_rewards)
+                    current.add_context(context_piece(chat, text))
+                    if current is transcript:
+                        await transcript.save_state(caller, turn, turn_rewards)
         return turn, "done" if ended else "cut_reply"
 
     async def _encoded(self, turn: Turn, encode: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
@@ -729,6 +755,21 @@ class Rollout:
             return found
         finally:
             self.wait_times.add("generation_wait", waited_s - budget_use.slot_wait_s)
+
+    def _check_anew(self, turn_rewards: Sequence[float]) -> None:
+        """Raise `EnvError` if the task set may not begin new conversations (`Turn.fresh`), or if
+        single replies of such an episode have rewards.
+        """
+        if not self._may_begin_anew:
+            raise EnvError(
+                f"Turn.fresh begins a new conversation: give {self._taskset_name} the attribute "
+                "several_conversations = True"
+            )
+        if any(turn_rewards):
+            raise EnvError(
+                "Turn.reward must be 0 in an episode of several conversations (Turn.fresh), got "
+                f"{max(turn_rewards, key=abs):g}: give rewards of the whole episode in Turn.rewards"
+            )
 
     def _check_size(self, turn: Turn, num_tokens: int = 0) -> None:
         """Raise `EnvError` if the environment's messages are certainly longer than the context.

@@ -16,9 +16,10 @@ Decode = Callable[[Sequence[int]], str]
 """The type of functions that turn token ids into text."""
 
 
-def load_decoder(run: Path) -> Decode:
+def load_decoder(run: Path, *, special: bool = True) -> Decode:
     """Return a function that turns a run's token ids into text, with the run's own tokenizer.
 
+    Without `special`, control tokens are left out.
     Raises `OSError` or `ValueError` if the run's `tokenizer.json` cannot be read.
     """
     from tokenizers import Tokenizer
@@ -30,7 +31,7 @@ def load_decoder(run: Path) -> Decode:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not a tokenizer: {error}") from error
-    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    decode = partial(tokenizer.decode, skip_special_tokens=not special)
     return lambda tokens: decoded(tokens, decode)
 
 

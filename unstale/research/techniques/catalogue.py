@@ -345,14 +345,14 @@ ROWS: Sequence[Row] = (
         "--baseline.forecast sampler --selection.pool N; the value model is a small model of "
         "words, trained in the run, and the sampler also chooses the tasks",
     ),
-    _partly(
+    _works(
         36,
-        "SAGE (skills)",
+        "SAGE (skills), arXiv 2512.17102",
         "skills of one task help the next",
-        "--task.env chain:ENV, with --task.length and --task.bonus (docs/your-own-task.md): "
-        "earlier tasks stay in the context, and a skill is a note that is used if it is named",
-        "Earlier tasks stay in the context, so no tokens are saved; a skill is a text that "
-        "cannot be called; and the skills end with the episode, so eval and serve have none.",
+        "--task.env chain:ENV, with --task.length and --task.bonus: each task begins with a fresh "
+        "conversation, and a skill is a note or a procedure that is called as a tool; unstale "
+        "skills RUN FILE writes those that solved tasks used, and --task.skills reads them in "
+        "training and eval (docs/your-own-task.md)",
     ),
     _works(
         37,
