@@ -19,8 +19,9 @@ from unstale.lint import check
 BAD = ("-1", "nan", "inf", "1e300", "9" * 20, "9" * 400)
 ZERO_IS_VALID = {
     *("--port", "--seed", "--lag", "--alpha", "--beta", "--samples", "--step", "--mistakes"),
-    *("--votes", "--distil", "--search", "--price", "--agree", "--attempts", "--controls"),
-    *("--lowest-rate", "--highest-rate", "--max-staleness", "--noisy", "--best-weight"),
+    *("--votes", "--distil", "--rounds", "--search", "--price", "--agree", "--attempts"),
+    *("--controls", "--lowest-rate", "--highest-rate", "--max-staleness", "--noisy"),
+    "--best-weight",
 }
 NEGATIVE_IS_VALID = {"--beta"}
 PLAN = ("plan", "--model", "4B", "--gpus", "8")
