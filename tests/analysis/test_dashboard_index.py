@@ -216,7 +216,7 @@ def test_an_episode_is_followed_from_its_start_to_its_training(tmp_path: Path) -
         ]
         assert [row.get("role") for row in table_of(index)] == [None, None, "judge"]
         assert tokens.episode(index, 0)["pieces"][0]["ids"] == [1, 2]
-        talks = [{"episode": 2, "role": "judge"}]
+        talks = [{"episode": 0, "role": None}, {"episode": 2, "role": "judge"}]
         assert tokens.episode(index, 0)["conversations"] == talks
         trajectories = []
         for number, each in enumerate((writer, other, branch)):

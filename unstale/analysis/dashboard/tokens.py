@@ -185,10 +185,13 @@ def _row(index: RunIndex, number: int) -> Row:
 
 
 def _conversations(index: RunIndex, row: Row) -> list[Row]:
-    """Return number and role of each conversation of an episode in which the policy has roles."""
+    """Return number and role of each conversation of an episode. The role may be None.
+
+    Conversations without a role are left out of failed episodes, which may have several attempts.
+    """
     rows = index.database.rows(
         "SELECT episode, role FROM episodes WHERE group_number = ? AND sibling = ? AND outcome = ? "
-        "AND role IS NOT NULL ORDER BY episode LIMIT ?",
+        "AND (role IS NOT NULL OR outcome != 'failed') ORDER BY episode LIMIT ?",
         (row["group_number"], row["sibling"], row["outcome"], MAX_SIBLINGS),
     )
     return [{"episode": number, "role": role} for number, role in rows]

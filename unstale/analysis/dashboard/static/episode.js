@@ -100,7 +100,8 @@ export function episode(content, at, query) {
   function header() {
     const facts = [["task", found.task], ["outcome", found.outcome], ["stop", found.stop], ["reward", found.reward], ["success", found.success], ["step", found.step], ["lag, max", found.lag_max], ["advantage", found.advantage], ["|log D|, max", found.log_d_abs_max], ["|log S|, max", found.log_s_abs_max], ["dropped", found.dropped_tokens], ["clipped", found.clipped_tokens], ["turns", found.turns], ["sampled", found.sampled_tokens]];
     const figures = Object.entries(found.figures);
-    const talk = (each) => (each.episode === found.episode ? h("b", {}, each.role) : FROZEN ? each.role : h("a", { href: `${toRun(at.run)}/episode/${each.episode}` }, `${each.role} ${each.episode}`));
+    const titled = (each) => `${each.role ?? "episode"} ${each.episode}`;
+    const talk = (each) => (each.episode === found.episode ? h("b", {}, each.role ?? titled(each)) : FROZEN ? each.role ?? titled(each) : h("a", { href: `${toRun(at.run)}/episode/${each.episode}` }, titled(each)));
     const talks = found.conversations.length > 1 ? h("nav", { class: "quiet", "aria-label": "Conversations of the episode" }, "conversations: ", found.conversations.map((each, index) => [index ? " · " : "", talk(each)])) : null;
     return [
       h("div", { class: "bar" }, h("h1", {}, `Episode ${found.episode}`), h("span", { class: `badge ${found.success ? "good" : found.success === 0 ? "bad" : ""}` }, found.success === undefined ? found.outcome : found.success ? "success" : "no success"), found.role ? h("span", { class: "badge" }, found.role) : null, FROZEN ? null : h("a", { class: "go", href: `${toRun(at.run)}/group/${found.group_number}` }, `group ${found.group_number}, sibling ${found.sibling}`),
