@@ -177,6 +177,22 @@ def test_the_ends_are_limits_and_impossible_tokens_add_nothing() -> None:
         mixed_divergence(p, q, beta=1.5)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_probabilities_that_float32_cannot_hold_add_nothing(beta: float) -> None:
+    """A logit of -200 has the probability 1e-87, which float32 rounds to 0."""
+    logits = torch.tensor([[1.0, 2.0, -200.0], [1.0, -200.0, 0.5]], requires_grad=True)
+    taught = torch.tensor([[0.5, 1.0, -200.0], [-200.0, 2.0, 1.0]])
+    found, wanted = [
+        mixed_divergence(
+            logits.to(dtype).log_softmax(-1), taught.to(dtype).log_softmax(-1), beta=beta
+        )
+        for dtype in (torch.float32, torch.float64)
+    ]
+    torch.testing.assert_close(found.double(), wanted)
+    slopes = [torch.autograd.grad(each.sum(), logits)[0] for each in (found, wanted)]
+    torch.testing.assert_close(*slopes)
+
+
 def test_the_reward_has_no_gradient() -> None:
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
     reward = reverse_advantage(logp, torch.tensor([-0.5, -4.0]))

@@ -5,7 +5,7 @@ respect to the policy. The teacher has none. `reverse_advantage` needs only the 
 sampled tokens.
 """
 
-import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -39,15 +39,43 @@ def mixed_divergence(
     """
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must be from 0 to 1, got {beta}")
-    if beta == 0:
-        return _kl(teacher_logp, logp)
-    if beta == 1:
-        return _kl(logp, teacher_logp)
-    mixture = torch.logaddexp(logp + math.log1p(-beta), teacher_logp + math.log(beta))
-    return beta * _kl(teacher_logp, mixture) + (1 - beta) * _kl(logp, mixture)
+    found: Tensor = _Divergence.apply(logp, teacher_logp, beta)
+    return found
 
 
-def _kl(logp: Tensor, other: Tensor) -> Tensor:
-    """Return KL(p || other) from log-probabilities. A token with p = 0 adds 0."""
-    difference = torch.where(logp > -math.inf, logp - other, 0.0)
-    return (logp.exp() * difference).sum(-1)
+class _Divergence(torch.autograd.Function):
+    """The divergence of `mixed_divergence`, whose forward pass also computes the gradient.
+
+    A token adds 0 if its probability is 0 in the type of the tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
+        if beta == 0:
+            q = teacher_logp.exp()
+            slope = -q
+            found = _weighted(q, teacher_logp - logp).sum(-1)
+        elif beta == 1:
+            p = logp.exp()
+            terms = _weighted(p, logp - teacher_logp)
+            found, slope = terms.sum(-1), terms.add_(p)
+        else:
+            p, q = logp.exp(), teacher_logp.exp()
+            mixture = p.lerp(q, beta).log_()
+            # The slope of the mixture adds up to 0 over both terms.
+            least = torch.finfo(p.dtype).tiny / min(beta, 1 - beta)
+            slope = _weighted(p, logp - mixture, least).mul_(1 - beta)
+            terms = _weighted(q, teacher_logp - mixture, least).mul_(beta)
+            found = terms.add_(slope).sum(-1)
+        ctx.save_for_backward(slope)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return slope * gradients[0][..., None], None, None
+
+
+def _weighted(probability: Tensor, terms: Tensor, least: float = 0.0) -> Tensor:
+    """Multiply `terms` by `probability` in place; 0 where the probability is at most `least`."""
+    return terms.masked_fill_(probability <= least, 0.0).mul_(probability)

@@ -90,10 +90,10 @@ def _of_logits(  # noqa: PLR0913 - policy and teacher, each with its head
 ) -> Tensor:
     """Return log-probability, entropy and divergence of r target tokens, stacked as `[3, r]`."""
     kind = wide(rows.dtype)
-    logits = head(rows).to(kind) / query.temperature
+    logits = _at(query.temperature, head(rows).to(kind))
     logps = logits.log_softmax(-1)
     with torch.no_grad():
-        taught = teacher_head(teacher_rows).to(kind) / query.temperature
+        taught = _at(query.temperature, teacher_head(teacher_rows).to(kind))
         shared = min(logits.shape[1], taught.shape[1])
         taught = taught[:, :shared].log_softmax(-1)
     compared = logps if shared == logits.shape[1] else logits[:, :shared].log_softmax(-1)
@@ -105,3 +105,8 @@ def _of_logits(  # noqa: PLR0913 - policy and teacher, each with its head
         entropy = entropy.index_put((query.sample,), -(some.exp() * some).sum(-1))
     targets = query.targets[:, None]
     return torch.stack([logps.gather(1, targets).squeeze(1), entropy, divergence(compared, taught)])
+
+
+def _at(temperature: float, logits: Tensor) -> Tensor:
+    """Return the logits at a temperature, without a copy for 1."""
+    return logits if temperature == 1 else logits / temperature
