@@ -43,9 +43,10 @@ from unstale.envs.registry import build_taskset, data_digests
 from unstale.envs.retail import RetailTasks
 from unstale.isolation.wire import read_turn, turn_row
 from unstale.records import Failure, Group, GroupRequest, Task, Trajectory, total_reward
+from unstale.research import recorded_skills
 from unstale.research.attempt import AttemptOptions
 from unstale.research.envs.chain import NOT_KEPT, REQUEST, ChainTasks
-from unstale.research.skills import END, SKILLS
+from unstale.research.skills import END, SKILLS, Skill, usable, with_skills
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
 from unstale.testing import check_env
@@ -541,6 +542,29 @@ def test_a_library_has_the_skills_that_solved_tasks_of_a_run_have_used(
     later = ChainTasks(RetailTasks(), length=1, skills=str(out))
     begun = asyncio.run(later.env(START, 0).begin())
     assert LOOK.removeprefix("SKILL ") in begun.messages[-1].content
+
+
+def test_a_skill_with_the_name_of_a_tool_of_the_task_does_not_replace_it() -> None:
+    tool = RETAIL.tools[0]
+    skill = Skill(tool["function"]["name"], "", (), (ToolCall("other", {}),))
+    assert with_skills([tool], [skill]) == (tool,) and not usable([skill], [tool])
+
+
+def test_a_library_of_no_skill_is_not_written_and_a_bad_place_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def problem(out: str) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            main(["skills", str(tmp_path), out])
+        return " ".join(capsys.readouterr().err.split())
+
+    asked = problem(str(tmp_path / "none" / "library.json"))
+    assert asked.startswith("unstale: out:") and "cannot be written: No such file" in asked
+    assert "is a folder, and must be a file" in problem(str(tmp_path))
+    (tmp_path / "events.jsonl").touch()
+    monkeypatch.setattr(recorded_skills, "count_skills", lambda run: [])
+    out = tmp_path / "library.json"
+    assert "no solved task of" in problem(str(out)) and not out.exists()
 
 
 def test_a_new_conversation_is_refused_where_it_cannot_be_recorded() -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import re
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -120,6 +121,23 @@ def bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[
 
     number.__name__ = kind.__name__  # argparse names it in its message
     return number
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file that a command writes at its end, for argparse's parameter `type`.
+
+    A path that cannot be written is refused before any work.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, and must be a file")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def is_served(name: str) -> bool:

@@ -161,6 +161,7 @@ def make_task(env: str = "retail", **values: Any) -> TaskConfig:
             if field.name in known or field.name not in values:
                 continue
             if values.pop(field.name) != field.default:
-                owner = {option.name: option.default for option in fields(other)}["env"]
+                name = str({option.name: option.default for option in fields(other)}["env"])
+                owner = f"{name.partition(':')[0]}:SOURCE" if ":" in name else name
                 raise ConfigError(f"task.{field.name} is an option of {owner}; task.env is {env}")
     return cls(env=env, **values)

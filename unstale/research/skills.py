@@ -238,9 +238,13 @@ def _by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
 
 
 def usable(skills: Iterable[Skill], tools: Sequence[Mapping[str, Any]]) -> dict[str, Skill]:
-    """Return the skills by name whose calls are possible with these tools."""
+    """Return the skills by name whose calls are possible with these tools. A skill with the name of
+    one of the tools is left out.
+    """
     known = _by_name(tools)
-    return {each.name: each for each in skills if each.tools <= known.keys()}
+    return {
+        each.name: each for each in skills if each.tools <= known.keys() and each.name not in known
+    }
 
 
 def with_skills(

@@ -17,7 +17,7 @@ from unstale.cli.verbs import (
     options_of,
 )
 from unstale.config import ConfigError
-from unstale.config.checks import bounded, is_served
+from unstale.config.checks import bounded, is_served, output_file
 from unstale.durability.console import Console
 
 
@@ -144,7 +144,7 @@ add = command(
     argument("--judge-model", default="", metavar="NAME", help="the served judge's name"),
     argument(
         "--collect",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="attempt training tasks, and write successes at tasks that also failed, for `sft`",
     ),

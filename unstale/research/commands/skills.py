@@ -6,6 +6,7 @@ from pathlib import Path
 from unstale.cli.recipe_options import print_json
 from unstale.cli.verbs import COUNT, JSON, argument, command, require_runs
 from unstale.config import ConfigError
+from unstale.config.checks import output_file
 from unstale.durability.console import Console
 
 
@@ -19,6 +20,10 @@ def _skills(chosen: argparse.Namespace) -> int:
         kept = count_skills(chosen.run)[: chosen.most]
     except (JournalError, OSError, ValueError) as error:
         raise ConfigError(f"the skills of {chosen.run} cannot be read: {error}") from error
+    if not kept:
+        raise ConfigError(
+            f"no solved task of {chosen.run} used a skill, so {chosen.out} is not written"
+        )
     write_library(chosen.out, kept)
     if chosen.json:
         print_json({"skills": [{"skill": each.line, "successes": count} for each, count in kept]})
@@ -38,7 +43,7 @@ add = command(
     "skills",
     "write a library of the skills that helped in a run of chains",
     argument("run", type=Path, help="a run with --task.env chain:ENV"),
-    argument("out", type=Path, help="the library, for --task.skills"),
+    argument("out", type=output_file, help="the library, for --task.skills"),
     argument(
         "--most",
         type=COUNT,

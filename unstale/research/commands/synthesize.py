@@ -19,7 +19,7 @@ from unstale.cli.verbs import (
     options_of,
 )
 from unstale.config import ConfigError, RunConfig
-from unstale.config.checks import bounded
+from unstale.config.checks import bounded, output_file
 from unstale.durability.console import Console
 
 SHARE = bounded(float, 0, 1)
@@ -111,7 +111,9 @@ add = command(
     TRAINED,
     OWN_RECIPE,
     CONFIG,
-    argument("--out", type=Path, required=True, metavar="FILE", help="the kept tasks, as .jsonl"),
+    argument(
+        "--out", type=output_file, required=True, metavar="FILE", help="the kept tasks, as .jsonl"
+    ),
     argument("--plan", type=Path, metavar="FILE", help="subjects, skills, difficulties, rubric"),
     argument(
         "--drafts", type=bounded(int, 1, 10**7), default=256, metavar="N", help="default: 256"
