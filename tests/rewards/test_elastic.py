@@ -268,6 +268,24 @@ def test_a_model_whose_files_change_is_refused() -> None:
     pool.close()
 
 
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("print('hello'); print('{}', flush=True); input(); print('[0.', end='', flush=True)", ""),
+        ("print('{', end='', flush=True)", ""),
+        ("raise SystemExit('no such disk')", ": no such disk"),
+    ],
+)
+def test_a_process_that_ends_within_a_line_fails_its_request(program: str, problem: str) -> None:
+    def start(number: int) -> LineProcess:
+        return LineProcess(["-c", f"{program}; import os; os._exit(3)"], os.environ)
+
+    pool = ElasticPool(start, name="", ended=EnvError, fewest=0, most=1)
+    with pytest.raises(EnvError, match=f"^its process has ended with exit code [13]{problem}$"):
+        pool.submit("item").result(LIMIT_S)
+    pool.close()
+
+
 def test_closing_fails_what_waits() -> None:
     pool = answering(["{}"])
     found = pool.submit("item")

@@ -122,23 +122,33 @@ class LineProcess:
         return self._process.pid
 
     def first_line(self) -> dict[str, Any]:
-        """Wait until the process is ready. Return what it prints, or `error` if it has ended."""
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else {"error": self.end()}
+        """Wait until the process is ready. Return what it prints, or `error` if it has ended.
+
+        Other lines are passed over: a start file of Python may print some.
+        """
+        while line := self._line():
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        return {"error": self.end()}
 
     def ask(self, items: Sequence[Any]) -> list[Any]:
         """Send items to the process. Return an answer for each. Empty if the process has ended."""
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
         try:
             self._process.stdin.write(json.dumps(items) + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            line = self._line()
         except (BrokenPipeError, ValueError):  # ValueError: `close` has closed the pipes
             return []
         if self._stderr.tell() > _OUTPUT_BYTES:
             self._stderr.truncate(0)
         return list(json.loads(line)) if line else []
+
+    def _line(self) -> str:
+        """Return the next line. Empty if the process has ended, also within a line."""
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        return line if line.endswith("\n") else ""
 
     def end(self) -> str:
         """Wait for the end of the process. Return the signal that ended it, or its exit code and
