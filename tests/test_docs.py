@@ -157,7 +157,7 @@ def test_options_that_users_of_other_trainers_ask_for_are_accepted(given: str) -
 def test_options_that_users_of_other_trainers_ask_for_train(given: str, tmp_path: Path) -> None:
     """With rows and a reward of one's own, as the page says, and the small model."""
     (tmp_path / "my.py").write_text("def reward(reply, row):\n    return float(len(reply) % 2)\n")
-    rows = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(20)]
+    rows = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(1300)]
     (tmp_path / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = "train llm --model base --task.env dataset:my.jsonl --reward my:reward --max_steps 1"
     small = (
