@@ -97,14 +97,15 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and repr(one) == repr(other)
 
 
-def held(run: Path, policy: Policy, *, keep: int = 2) -> Checkpoints:
+def held(run: Path, policy: Policy, *, keep: int = 2, every_version: bool = True) -> Checkpoints:
     trainer = Part(
         {
             "weights": dict(policy.weights()),
             "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}},
         }
     )
-    return Checkpoints(run, {"trainer": trainer, "old": Part(nasty())}, keep=keep)
+    parts = {"trainer": trainer, "old": Part(nasty())}
+    return Checkpoints(run, parts, keep=keep, every_version=every_version)
 
 
 def names(run: Path) -> list[str]:
@@ -451,6 +452,18 @@ def test_a_version_replaces_that_of_another_number_of_ranks(
         checkpoints.write_delta(replace(all_of(1, weights), starts=starts))
         assert checksum(checkpoints.weights(1)) == checksum(weights)
         assert checkpoints.versions == [1]
+
+
+def test_only_the_newest_versions_stay_if_no_older_one_is_read(tmp_path: Path) -> None:
+    policy = tiny_policy()
+    checkpoints = held(tmp_path, policy, every_version=False)
+    checkpoints.save(Progress(0), policy)
+    for _ in range(4):
+        last = publish(checkpoints, policy, None, full=True)
+    assert checkpoints.versions == [3, 4]
+    assert checksum(checkpoints.weights(4)) == checksum(last)
+    with pytest.raises(LookupError, match="version 2 is not on disk"):
+        checkpoints.weights(2)
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_named_once_and_keeps_no_versions(

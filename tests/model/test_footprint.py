@@ -213,6 +213,10 @@ def test_a_short_run_needs_no_more_disk_than_its_steps_write() -> None:
     assert predicted.kept == 2, "one before the first step, one at the end"
     assert predicted.disk <= 2 * predicted.checkpoint + (5 + 1) * 4 * weights
     assert predict_footprint(replace(short, max_steps=10_000), policy).kept == 3
+    long = predict_footprint(replace(made, max_steps=10_000), policy)
+    assert long.disk <= long.kept * long.checkpoint + (3 + 2) * 4 * weights, (
+        "3 versions, 2 policies"
+    )
     timed = replace(short, checkpoint=CheckpointConfig(interval=1000, minutes=1.0))
     assert predict_footprint(timed, policy).kept == 3
 

@@ -12,7 +12,13 @@ from unstale.builders.local import (
     build_scorer,
     build_trainer,
 )
-from unstale.builders.policy import load_policy, loads_in_place, lora_of, shares_deltas
+from unstale.builders.policy import (
+    load_policy,
+    loads_in_place,
+    lora_of,
+    reads_old_versions,
+    shares_deltas,
+)
 from unstale.builders.ranked import build_rank
 from unstale.builders.run import build, build_components
 from unstale.builders.sampling import (
@@ -49,6 +55,7 @@ __all__ = [
     "load_policy",
     "loads_in_place",
     "lora_of",
+    "reads_old_versions",
     "shares_deltas",
     "warn_of_hidden_tools",
     "without_tasks",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unstale.builders import loads_in_place, shares_deltas
+from unstale.builders import loads_in_place, reads_old_versions, shares_deltas
 from unstale.config import ConfigError, RunConfig
 from unstale.config.hub import count_weights
 from unstale.config.routes import live_versions
@@ -41,6 +41,8 @@ _PACKED = 1.2
 """Mean bytes per weight in the format of `engine.quantise`: one byte per weight, scales, and
 weights that are not quantised.
 """
+_NEWEST = 3
+"""Largest number of version files if only the newest are kept, one of them incomplete."""
 _GB = 1e9
 
 
@@ -133,7 +135,8 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
     written = rest if config.checkpoint.minutes else math.ceil(rest / every)
     kept = config.checkpoint.keep + 1
     new_checkpoints = max(0, min(written, kept - len(checkpoints)))
-    new_versions = max(0, min(rest, kept * every - len(versions)))
+    stored = kept * every if reads_old_versions(config) else _NEWEST
+    new_versions = max(0, min(rest, stored - len(versions)))
     needed = new_checkpoints * checkpoint + new_versions * max(versions, default=0)
     needed += _num_policies(config) * policy
     if lacking := _lacking_disk(run, needed):
@@ -210,7 +213,10 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
     every = config.checkpoint.interval
     most = config.max_steps if config.checkpoint.minutes else math.ceil(config.max_steps / every)
     kept = min(config.checkpoint.keep + 1, most + 1)  # one is written before the first step
-    versions = version * min(kept * every, config.max_steps + 1)
+    stored = min(kept * every, config.max_steps + 1)
+    if version == copy and not reads_old_versions(config):
+        stored = min(stored, _NEWEST)
+    versions = version * stored
     return Footprint(
         weights=total,
         trainer=trainer,

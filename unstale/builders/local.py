@@ -7,7 +7,12 @@ from pathlib import Path
 
 from unstale.algorithms.advantages import find_estimator
 from unstale.builders.components import Components
-from unstale.builders.policy import keep_versions, loads_in_place, shares_deltas
+from unstale.builders.policy import (
+    keep_versions,
+    loads_in_place,
+    reads_old_versions,
+    shares_deltas,
+)
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.config import (
     AdvantageConfig,
@@ -129,7 +134,8 @@ class LocalComponents(Components):
             # An engine that starts again needs the version of the oldest running episode, which is
             # rebuilt from the checkpoint before it. Checkpoints are at least one version apart.
             keep = max(keep, config.schedule.staleness_bound + 2)
-        return Checkpoints(run, parts, keep=keep, copies=copies)
+        every = reads_old_versions(config)
+        return Checkpoints(run, parts, keep=keep, copies=copies, every_version=every)
 
     def publisher(
         self,

@@ -12,6 +12,7 @@ from unstale.model.forward import ForwardOptions
 from unstale.model.lora import Lora
 from unstale.model.peers import SINGLE_PROCESS, RankGroup
 from unstale.model.policy import Policy
+from unstale.old_logps import OldLogps
 from unstale.weights.publish import KeepVersions
 
 MOST_PADDED = 1.1
@@ -142,6 +143,15 @@ def shares_deltas(config: RunConfig) -> bool:
         takes_parts = engine_spec(config.engine.backend).deltas_in_parts
         return takes_parts and same_precision and not config.trainer.lora_rank
     return config.old_logps.shares_deltas and (same_precision or config.trainer.lora_rank > 0)
+
+
+def reads_old_versions(config: RunConfig) -> bool:
+    """Return True if weights of versions before the newest may be read from disk, by a resume or an
+    engine that starts again.
+    """
+    if config.audit.share or config.schedule.pin_versions or config.cluster.engine_hosts:
+        return True
+    return config.old_logps.makes.recover is not OldLogps.recover
 
 
 def keep_versions(config: RunConfig, engine: EnginePool) -> KeepVersions | None:

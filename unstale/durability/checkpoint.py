@@ -92,11 +92,12 @@ class Checkpoints:
     `parts` are the components whose state is saved, by name. `prune` keeps the newest `keep`
     checkpoints. `peers` are the ranks of the trainer. If there are several, all of them call
     `snapshot`, `write`, `load` and `restore` together. With `copies`, a snapshot copies the
-    trainer's state and the weights to main memory. Call `snapshot` in the trainer's thread.
+    trainer's state and the weights to main memory. Without `every_version`, a version that is
+    written whole replaces those before its predecessor. Call `snapshot` in the trainer's thread.
     `write_version`, `write` and `weights` may run in other threads, with one `write` at a time.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but two have defaults
         self,
         run: Path,
         parts: Mapping[str, Stateful],
@@ -104,6 +105,7 @@ class Checkpoints:
         keep: int = 2,
         peers: RankGroup = SINGLE_PROCESS,
         copies: bool = False,
+        every_version: bool = True,
     ) -> None:
         self._folder = run / CHECKPOINTS
         self._journal = run / JOURNAL
@@ -112,6 +114,7 @@ class Checkpoints:
         self._keep = keep
         self._peers = peers
         self._copies = copies
+        self._every_version = every_version
         self._unremoved: set[str] = set()
         """Names of the checkpoints that `prune` could not remove."""
 
@@ -291,6 +294,10 @@ class Checkpoints:
         checkpoint may be damaged later.
         """
         self.write_delta(delta or all_of(version, weights))
+        if delta is None and not self._every_version:
+            # the version before may be the one that the engine has now
+            for _, path in self._list_versions()[:-2]:
+                _remove(path)
 
     def write_delta(self, delta: Delta) -> None:
         """Write a published version to the folder `versions`, as a difference from the previous
