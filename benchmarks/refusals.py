@@ -2,8 +2,8 @@
 
     python -m benchmarks.refusals        # seconds: it reads tables, and runs no model
 
-The tables are those of docs/models.md at the earlier commit, by git, and in the checkout. Writes a
-dated table under benchmarks/results/.
+The tables are those of docs/models.md at the earlier commit, by git, and of
+benchmarks/results/gauntlet.md in the checkout. Writes a dated table under benchmarks/results/.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from benchmarks import tables
 
 EARLIER = "82de0e01"
 """The last commit at which models that cannot be packed were refused."""
-PAGE = "docs/models.md"
+EARLIER_PAGE = "docs/models.md"
+PAGE = "benchmarks/results/gauntlet.md"
 ABSENT = "not in the table"
 LIMITS = (
     ("Llama 4 beyond a chunk", "refused", "apart", "test_length_check.py"),
@@ -40,11 +41,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--earlier", default=EARLIER, metavar="COMMIT")
     chosen = parser.parse_args()
-    command = ["git", "-C", str(tables.ROOT), "show", f"{chosen.earlier}:{PAGE}"]
+    command = ["git", "-C", str(tables.ROOT), "show", f"{chosen.earlier}:{EARLIER_PAGE}"]
     shown = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.decode()
     before, after = dict(verdicts(shown)), dict(verdicts((tables.ROOT / PAGE).read_text("utf-8")))
     lines = [
-        f"From the gauntlet's tables in {PAGE}. Packed: sequences share a forward pass. Apart: "
+        f"From the gauntlet's tables in {PAGE}, at the earlier commit in {EARLIER_PAGE}. "
+        "Packed: sequences share a forward pass. Apart: "
         "each has its own. The last rows are limits that no row of the gauntlet has: the page at "
         "the earlier commit names them, and a test in tests/model shows them in the checkout.",
         "",

@@ -9,7 +9,8 @@ from unstale.testing import gauntlet
 from unstale.testing.architectures import ARCHITECTURES, MASSIVE_DIMENSION, plant
 from unstale.testing.pictures import NAMES as VISION
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "benchmarks" / "results" / "gauntlet.md"
 
 
 def test_the_page_names_the_architectures_of_the_gauntlet() -> None:
@@ -17,6 +18,10 @@ def test_the_page_names_the_architectures_of_the_gauntlet() -> None:
     names = [line[0].removeprefix("| ") for line in cells[2:]]
     measured = [name for name in names if "(pretrained)" not in name]
     assert measured == [*ARCHITECTURES, *VISION]
+    docs = (ROOT / "docs" / "models.md").read_text("utf-8").partition("| architectures |")[2]
+    rows = [row.strip("| ").split(" | ") for row in docs.partition("\n\n")[0].splitlines()[2:]]
+    listed = {name: row[:2] for row in rows for name in row[2].split(", ")}
+    assert listed == {line[0].removeprefix("| "): line[1:3] for line in cells[2:]}
 
 
 def test_the_page_has_the_bound_and_no_figure_above_it() -> None:

@@ -1,6 +1,6 @@
 """The gauntlet: every architecture that docs/models.md names must load, score, sample and train.
 
-python -m unstale.testing.gauntlet --write docs/models.md
+python -m unstale.testing.gauntlet --write benchmarks/results/gauntlet.md
 
 Each is a small random model, once plain and once with planted massive activations and an attention
 sink. Errors of log-probabilities are measured against float64, in units of the error that plain
@@ -61,10 +61,13 @@ weights. In float16 the first steps are skipped, until a scale of the loss is fo
 MAX_CONTEXT = 256
 MAX_ERROR = 4.0
 """Largest permitted error of log-probabilities, as a multiple of the error of plain transformers.
-Both errors are random. The largest multiple in the table of docs/models.md is 2.25.
+Both errors are random. The largest multiple in benchmarks/results/gauntlet.md is 2.25.
 """
 _REPLY_TOKENS = 12
-_BEGIN = "<!-- the gauntlet's table: python -m unstale.testing.gauntlet --write docs/models.md -->"
+_BEGIN = (
+    "<!-- the gauntlet's table: python -m unstale.testing.gauntlet --write "
+    "benchmarks/results/gauntlet.md -->"
+)
 _END = "<!-- end of the table -->"
 _QUESTIONS = (
     "What is the capital of France?",
