@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -102,6 +103,43 @@ def learns(messages: Sequence[Message]) -> str:
         return f"SKILL door: open {messages[0].content[-2]}"
     found = re.search(r"door: open (\d)", text)
     return f"By door: {found[1]}" if found else "0"
+
+
+class PaidDoor(Door):
+    """A door with a reward for the reply, which cannot be closed if it is the first one."""
+
+    def __init__(self, task: Task, closed: list[int]) -> None:
+        super().__init__(task)
+        self.number, self.closed = task.index, closed
+
+    async def step(self, reply: Message) -> Turn:
+        return replace(await super().step(reply), reward=0.25)
+
+    async def close(self) -> None:
+        self.closed.append(self.number)
+        if not self.number:
+            raise ValueError("not closed")
+
+
+class PaidDoors(Doors):
+    def __init__(self) -> None:
+        self.closed: list[int] = []
+
+    def env(self, task: Task, seed: int) -> Env:
+        return PaidDoor(task, self.closed)
+
+
+def test_a_chain_of_one_task_keeps_the_rewards_of_replies() -> None:
+    env = ChainTasks(PaidDoors(), length=1).env(Task("chain:doors", "train", 0), 0)
+    asyncio.run(env.begin())
+    assert asyncio.run(env.step(Message("assistant", "0"))).reward == 0.25
+
+
+def test_all_tasks_of_a_chain_are_closed_if_one_fails() -> None:
+    tasks = PaidDoors()
+    with pytest.raises(ValueError, match="not closed"):
+        asyncio.run(ChainTasks(tasks).env(Task("chain:doors", "train", 0), 0).close())
+    assert sorted(tasks.closed) == [0, 1]
 
 
 @pytest.mark.parametrize("fresh", [True, False])

@@ -402,7 +402,9 @@ def test_a_judge_may_read_summaries_that_the_policy_writes() -> None:
     assert rows["best by 1 vote on each pair"] == rows["pass@4"] > rows["one attempt"]
 
 
-def test_a_further_attempt_reads_the_summaries_that_were_compared() -> None:
+@pytest.mark.parametrize("votes", [1, 0])
+def test_a_further_attempt_reads_summaries(votes: int) -> None:
+    """Those that were compared, or without votes those of the best attempts alone."""
     read: list[str] = []
 
     def summarises(text: str, random: Random) -> str:
@@ -414,10 +416,16 @@ def test_a_further_attempt_reads_the_summaries_that_were_compared() -> None:
             read.extend(re.findall(r"^\d\. (.+?)(?:<\|im_end\|>)?$", text, re.MULTILINE))
         return guess(text, random)
 
-    options = AttemptOptions(attempts=4, votes=1, summaries=True, distil=2)
-    result = attempt_calculator(summarises, options)
+    def counts(text: str, random: Random) -> str:
+        summarised.append(SUMMARISE[:30] in text)
+        return summarises(text, random)
+
+    summarised: list[bool] = []
+    options = AttemptOptions(attempts=4, votes=votes, summaries=True, distil=2)
+    result = attempt_calculator(counts, options)
     assert len(read) == 2 * len(result.first)
     assert {*read} == {"it added the numbers and failed"}
+    assert sum(summarised) == (4 if votes else 2) * len(result.first)
 
 
 @pytest.mark.parametrize("helps", [True, False])
@@ -574,6 +582,7 @@ def test_a_stage_goes_on_from_the_last_answer_of_a_kept_attempt() -> None:
         ({"search": 2}, "--search needs --votes above 0"),
         ({"attempts": 1}, "--attempts must be at least 2 to choose, got 1"),
         ({"group": 9}, "--group must be at most --attempts .8."),
+        ({"summaries": True}, "--summaries has no effect without --votes, .* or --distil"),
         ({"rounds": 1}, "--rounds needs --distil above 0"),
         ({"distil": 9}, "--distil must be at most --attempts .8., got 9"),
     ],

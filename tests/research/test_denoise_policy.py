@@ -156,6 +156,19 @@ def test_a_policy_with_wrong_methods_is_refused(policy: Denoiser, message: str) 
         train(policy, DenoiseOptions(**SHORT), 0)
 
 
+class FewHeldOut(Short):
+    def contexts(self, tasks: Sequence[int], *, held_out: bool) -> Tensor:
+        if held_out and max(tasks) >= 64:
+            raise IndexError("only 64 are held out")
+        return super().contexts(tasks, held_out=held_out)
+
+
+def test_a_policy_needs_as_many_held_out_tasks_as_are_evaluated() -> None:
+    assert train(FewHeldOut(), DenoiseOptions(**SHORT, held_out=64), 0).after
+    with pytest.raises(ConfigError, match=r"FewHeldOut cannot be used: .*only 64 are held out"):
+        train(FewHeldOut(), DenoiseOptions(**SHORT, held_out=65), 0)
+
+
 def test_a_policy_that_needs_noise_cannot_be_judged_without() -> None:
     with pytest.raises(ConfigError, match=r"OnlyNoise cannot be used.*it needs noise"):
         train(OnlyNoise(), DenoiseOptions(**SHORT, likeliest=True), 0)

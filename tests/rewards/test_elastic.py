@@ -40,6 +40,10 @@ def length(reply, row):
     if reply == "hang":
         open(row["flag"], "w").close()
         time.sleep(1000)
+    if reply == "children":  # they have the pipes of this process
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(3)
     if reply == "wait":
         while not os.path.exists(row["flag"]):
             time.sleep(0.01)
@@ -180,6 +184,65 @@ def test_a_call_that_is_cancelled_ends_its_process(length: RewardProcesses, tmp_
     asyncio.run(compute())
 
 
+def test_a_cancelled_call_is_not_repeated(length: RewardProcesses, tmp_path: Path) -> None:
+    """Its process was killed, and it waits for the next one."""
+    started = tmp_path / "started"
+    length.pool.size.most = 1
+
+    async def compute() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            hung = asyncio.create_task(length("hang", {"flag": str(started)}))
+            await until(started.exists, "a call that hangs")
+            os.kill(length.pool.pids[0], signal.SIGKILL)
+            await until(lambda: not length.pool.pids, "the end of its process")
+            hung.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await hung
+            started.unlink()
+            assert (await length("other", {}))["length"] == 5.0
+        assert not started.exists()
+
+    asyncio.run(compute())
+
+
+def test_the_children_of_a_process_end_with_it(length: RewardProcesses) -> None:
+    """The output of a process does not end before that of its children."""
+
+    async def compute() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            length.pool.size.most = 1
+            await length("first", {})
+            left = asyncio.create_task(length("children", {}))
+            (pid,) = length.pool.pids
+            await until(lambda: has_ended(pid), "the end of the process")
+            left.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await left
+            assert (await length("after", {}))["length"] == 5.0
+
+    asyncio.run(compute())
+
+
+def has_ended(pid: int) -> bool:
+    """Return True if a process has ended, also before its parent has asked."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_much_output_is_not_in_a_later_error() -> None:
+    program = (
+        "import os; print('{}', flush=True); input(); os.write(2, b'x' * (2 << 20));"
+        "print('[1]', flush=True); input(); os.write(2, b'last words')"
+    )
+    process = LineProcess(["-c", program], os.environ)
+    assert process.first_line() == {}
+    assert process.ask(["{}"]) == [1] and process.ask(["{}"]) == []
+    assert process.end() == "its process has ended with exit code 0: last words"
+    process.close()
+
+
 def test_another_process_starts_when_a_request_waits(
     length: RewardProcesses, tmp_path: Path
 ) -> None:
@@ -283,6 +346,13 @@ def test_a_process_that_ends_within_a_line_fails_its_request(program: str, probl
     pool = ElasticPool(start, name="", ended=EnvError, fewest=0, most=1)
     with pytest.raises(EnvError, match=f"^its process has ended with exit code [13]{problem}$"):
         pool.submit("item").result(LIMIT_S)
+    pool.close()
+
+
+def test_what_cannot_be_sent_is_an_error_of_the_request() -> None:
+    pool = answering(["{}"])
+    with pytest.raises(EnvError, match=r"^model M: requests are sent as JSON, .* set is not JSON"):
+        pool.submit({1})
     pool.close()
 
 

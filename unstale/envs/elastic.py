@@ -7,6 +7,8 @@ import asyncio
 import atexit
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -131,17 +134,20 @@ class LineProcess:
                 return dict(json.loads(line))
         return {"error": self.end()}
 
-    def ask(self, items: Sequence[Any]) -> list[Any]:
-        """Send items to the process. Return an answer for each. Empty if the process has ended."""
+    def ask(self, items: Sequence[str]) -> list[Any]:
+        """Send items, each as JSON, to the process. Return an answer for each. Empty if the process
+        has ended.
+        """
         assert self._process.stdin
         try:
-            self._process.stdin.write(json.dumps(items) + "\n")
+            self._process.stdin.write(f"[{', '.join(items)}]\n")
             self._process.stdin.flush()
             line = self._line()
         except (BrokenPipeError, ValueError):  # ValueError: `close` has closed the pipes
             return []
         if self._stderr.tell() > _OUTPUT_BYTES:
-            self._stderr.truncate(0)
+            os.lseek(self._stderr.fileno(), 0, os.SEEK_SET)  # the process writes at this offset
+            os.ftruncate(self._stderr.fileno(), 0)
         return list(json.loads(line)) if line else []
 
     def _line(self) -> str:
@@ -159,18 +165,20 @@ class LineProcess:
         return f"its process has ended with {outcome(code)}{last}"
 
     def kill(self) -> None:
-        self._process.kill()
+        """End the process, and those that it has started. They may have its pipes."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the process, and wait for its end."""
-        self._process.kill()
+        self.kill()
         self._process.communicate()  # closes the pipes
         self._stderr.close()
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    item: Any
+    item: str
     found: "Future[Any]"
     at: float
     is_retried: bool = False
@@ -265,7 +273,12 @@ class ElasticPool:
 
     def submit(self, item: Any) -> "Future[Any]":
         """Add a request. Return a future of its answer, with the errors of `ask`."""
-        request = _Request(item, Future(), time.monotonic())
+        try:
+            text = json.dumps(item)
+        except (TypeError, ValueError) as error:
+            problem = f"requests are sent as JSON, and this one cannot be: {error}"
+            raise self._failed(f"{self._prefix}{problem}") from None
+        request = _Request(text, Future(), time.monotonic())
         with self._lock:
             self._waiting.append(request)
             self._update()
@@ -318,14 +331,18 @@ class ElasticPool:
         self._fail(waiting, "it was closed", EnvError)
 
     def _abandon(self, found: "Future[Any]") -> None:
-        """End the process that works on an abandoned request alone, as it may never answer."""
+        """Remove an abandoned request that waits. End the process that works on it alone, as it may
+        never answer.
+        """
         with self._lock:
+            self._waiting = deque(each for each in self._waiting if each.found is not found)
             for member in self._members:
                 for request in member.batch:
                     request.is_abandoned |= request.found is found
                 is_over = member.batch and all(each.is_abandoned for each in member.batch)
                 if self._ends_abandoned and is_over and member.process:
                     member.process.kill()
+            self._update()
 
     def _update(self) -> float:
         """Hand out requests, and start and end processes. Return the seconds until the next change.
@@ -496,7 +513,7 @@ class ElasticPool:
             for request in reversed(batch):
                 if is_closed or request.is_retried or request.is_abandoned:
                     failed.append(request)
-                    self._num_failed += request.is_retried and not is_closed
+                    self._num_failed += not (is_closed or request.is_abandoned)
                 else:
                     request.is_retried, request.at = True, time.monotonic()
                     self._waiting.appendleft(request)
@@ -508,7 +525,7 @@ class ElasticPool:
 
     def _fail(self, requests: Iterable[_Request], text: str, kind: type[EnvError]) -> None:
         for request in requests:
-            if not request.found.cancelled():
+            if request.found.running() or request.found.set_running_or_notify_cancel():
                 request.found.set_exception(kind(f"{self._prefix}{text}"))
 
 

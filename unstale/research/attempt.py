@@ -85,8 +85,8 @@ class AttemptOptions:
     plan: bool = False
     """Make a second attempt with a plan that the policy writes from the first."""
     summaries: bool = False
-    """Compare summaries that the policy writes, instead of the last replies. The further attempt
-    of `distil` reads them, too.
+    """Compare summaries that the policy writes, instead of the last replies. The further attempts
+    of `distil` read them, too, also if attempts are chosen without votes.
     """
     search: int = 0
     """Number of stages of a beam search with `attempts` candidates in each stage; 0 makes no
@@ -127,6 +127,11 @@ class AttemptOptions:
         if self.distil > self.attempts:
             raise ConfigError(
                 f"--distil must be at most --attempts ({self.attempts}), got {self.distil}"
+            )
+        if self.summaries and not (self.votes or self.distil):
+            raise ConfigError(
+                "--summaries has no effect without --votes, which compares them, or --distil, "
+                "which lets a further attempt read them: leave it out"
             )
         if self.rounds and not self.distil:
             raise ConfigError(
@@ -297,7 +302,7 @@ class _Procedure:
         latest, chosen_latest = self, choices
         for number in range(2, options.rounds + 2):
             name, before = f"population {number}", self._writer.tokens
-            latest = latest._next(chosen_latest)
+            latest = await latest._next(chosen_latest)
             again, chosen_latest = await latest._population()
             populations[name] = EvalResult.of(again, options.attempts)
             chosen[f"{self._name_of_choice()}, {name}"] = [
@@ -305,9 +310,11 @@ class _Procedure:
             ]
             tokens[name] = _sampled(latest._kept) + self._writer.tokens - before
         if options.distil and not options.rounds:
-            notes = self._conclusions(choices)
+            before = self._writer.tokens
+            notes = await self._conclusions(choices)
             name = f"answer from {options.distil} attempts"
             chosen[name], tokens["distilled"] = await self._again(notes)
+            tokens["distilled"] += self._writer.tokens - before
         if options.plan:
             before = self._writer.tokens
             plans = await self._plans()
@@ -341,12 +348,12 @@ class _Procedure:
             self._held_out.taskset.are_attempts = False
         return graded, await self._choose()
 
-    def _next(self, choices: Mapping[str, Choice]) -> "_Procedure":
+    async def _next(self, choices: Mapping[str, Choice]) -> "_Procedure":
         """Return the procedure of a new population, which reads the conclusions of the best
         attempts of this one. The seeds are those of this population, so that only the notes differ.
         """
         following = copy(self)
-        following._rollout = self._noted(self._conclusions(choices))
+        following._rollout = self._noted(await self._conclusions(choices))
         following._kept, following._shown = KeptEpisodes(), {}
         return following
 
@@ -507,22 +514,25 @@ class _Procedure:
             instructions, part = SUMMARISE + GO_ON, part + 1
             texts = {**texts, "earlier": written}
 
-    def _conclusions(self, choices: Mapping[str, Choice]) -> dict[str, str]:
+    async def _conclusions(self, choices: Mapping[str, Choice]) -> dict[str, str]:
         """Return a note with the conclusions of the best attempts at each task, by task key.
 
-        A note has at most about `engine.max_context` characters, so that it fits into the context.
+        They are the texts that the policy compared. A note has at most about `engine.max_context`
+        characters, so that it fits into the context.
         """
-        notes = {}
         most = self._held_out.config.engine.max_context // self._options.distil
-        for task in self._tasks:
+
+        async def note(task: Task) -> str:
             ranking = choices[task.key].ranking if task.key in choices else ()
-            episodes = self._episodes(task)
             shown = self._shown.get(task.key, {})
             best = ranking[: self._options.distil]
-            texts = [shown.get(each) or self._last_reply(episodes[each]) for each in best]
+            texts = [shown.get(each) or await self._text(task, each) for each in best]
             lines = [f"{number}. {text[-most:]}" for number, text in enumerate(texts, 1)]
-            notes[task.key] = "\n".join([CONCLUSIONS, *lines]) if lines else ""
-        return notes
+            return "\n".join([CONCLUSIONS, *lines]) if lines else ""
+
+        async with asyncio.TaskGroup() as running:
+            asked = {task.key: running.create_task(note(task)) for task in self._tasks}
+        return {key: each.result() for key, each in asked.items()}
 
     async def _search(self) -> tuple[list[bool | None], int]:
         """Search at each task. Return the successes of the best candidates, and the sampled tokens.

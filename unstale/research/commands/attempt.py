@@ -112,7 +112,7 @@ add = command(
         "--summaries",
         action="store_true",
         help="compare summaries that the policy writes, instead of last replies; the further "
-        "attempt of --distil reads them, too",
+        "attempts of --distil read them, too; needs --votes or --distil",
     ),
     argument(
         "--search",

@@ -235,7 +235,8 @@ def _train_recorded(
 
     network = policies.start(model, chosen.load, seed)
     options: RecordedOptions = options_of(RecordedOptions, chosen)
-    check_flow(model, network, network, None if options.without_noise else options.noisy)
+    noisy = None if options.without_noise else options.noisy
+    check_flow(model, network, network, noisy, options.held_out)
     error, zero = reference_error(model, network, recorded, options.microbatch)
     line = f"seed {seed}: reference error {error:.3f} of velocities, {zero:.3f} of velocity 0"
     console.print(line, highlight=False)

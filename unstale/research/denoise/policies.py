@@ -142,17 +142,21 @@ def start(policy: Denoiser, load: Path | None, seed: int) -> nn.Module:
 
 
 def check_policy(
-    policy: Denoiser, trained: nn.Module, engine: nn.Module, noisy: Sequence[int] | None = ()
+    policy: Denoiser,
+    trained: nn.Module,
+    engine: nn.Module,
+    noisy: Sequence[int] | None = (),
+    held_out: int = EVALUATED,
 ) -> None:
     """Draw a few objects, and raise `ConfigError` for the first thing that is not as `Denoiser` has
     it.
 
     `trained` is the policy's network, and `engine` its copy that draws. Only steps of the places
-    `noisy` have noise; empty means all, and None none.
+    `noisy` have noise; empty means all, and None none. `held_out` is the number of held-out tasks.
     """
     name = type(policy).__name__
     with user_code(f"the policy {name} cannot be used"):
-        _Trial(policy, name).draw(trained, engine, noisy)
+        _Trial(policy, name).draw(trained, engine, noisy, held_out)
 
 
 class _Trial:
@@ -162,16 +166,19 @@ class _Trial:
         self._policy = policy
         self._name = name
 
-    def draw(self, trained: nn.Module, engine: nn.Module, noisy: Sequence[int] | None) -> None:
+    def draw(
+        self, trained: nn.Module, engine: nn.Module, noisy: Sequence[int] | None, held_out: int
+    ) -> None:
         policy, device = self._policy, device_of(trained)
         known = policy.contexts(range(TRIED), held_out=False)
         self._require(known, "contexts", None)
-        for tasks, held_out in (
+        end = max(held_out, TRIED)
+        for tasks, is_held_out in (
             (range(TRIED), True),
             (range(TASKS - TRIED, TASKS), False),
-            (range(EVALUATED - TRIED, EVALUATED), True),
+            (range(end - TRIED, end), True),
         ):
-            self._require(policy.contexts(tasks, held_out=held_out), "contexts", known)
+            self._require(policy.contexts(tasks, held_out=is_held_out), "contexts", known)
         context, state, path = known.to(device), self._seeded("begin").to(device), []
         for place in range(policy.places):
             path.append(state)

@@ -206,13 +206,17 @@ def _known(model: Flow, contexts: Tensor) -> Tensor:
 
 
 def check_flow(
-    model: Flow, network: nn.Module, engine: nn.Module, noisy: Sequence[int] | None
+    model: Flow,
+    network: nn.Module,
+    engine: nn.Module,
+    noisy: Sequence[int] | None,
+    held_out: int = policies.EVALUATED,
 ) -> None:
     """Draw a few images, and raise `ConfigError` for the first thing that is not as `Flow` has it.
 
     The parameters are those of `check_policy`.
     """
-    policies.check_policy(model, network, engine, noisy)
+    policies.check_policy(model, network, engine, noisy, held_out)
     problem = f"the policy {type(model).__name__} cannot be used"
     count = policies.TRIED
     with user_code(problem):
@@ -295,7 +299,7 @@ def record(
     noisy = None if without_noise else options.noisy
     trained = policies.start(model, options.load, seed)
     network = copied(trained, options.engine)
-    check_flow(model, trained, network, noisy)
+    check_flow(model, trained, network, noisy, policies.TRIED)
     tasks = Generator().manual_seed(derive_seed(seed, "tasks"))
     count = options.steps * options.groups
     indices = torch.randint(policies.TASKS, (count,), generator=tasks).tolist()

@@ -317,9 +317,10 @@ def train(
     precisions = [options.engine, *([options.explorer] if options.explore else [])]
     copies = {each: copied(network, each) for each in dict.fromkeys(precisions)}
     for each in copies.values():
-        policies.check_policy(model, network, each, options.noisy)
+        policies.check_policy(model, network, each, options.noisy, options.held_out)
     if options.likeliest:
-        policies.check_policy(judged or model, network, copies[options.engine], None)
+        engine = copies[options.engine]
+        policies.check_policy(judged or model, network, engine, None, options.held_out)
     judged = Placed(judged or model, network, options.microbatch)
     model = Placed(model, network, options.microbatch)
     before = evaluate(judged, network, 0, noisy, options.held_out)

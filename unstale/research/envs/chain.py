@@ -20,6 +20,7 @@ tasks (`skills`), also of chains of one task.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,7 +78,9 @@ class ChainConfig(TaskConfig):
     bonus: NonNegative = 0.5
     """Reward that is added if a reply in a later, solved task uses a skill of its chain."""
     fresh: bool = True
-    """Begin each task with a fresh conversation. Otherwise earlier tasks stay in the context."""
+    """Begin each task with a fresh conversation, without the rewards of single replies that ENV
+    may give. Otherwise earlier tasks stay in the context.
+    """
     skills: str = ""
     """File with skills that all tasks have from the start, from `unstale skills`. Empty for
     none.
@@ -184,7 +187,7 @@ class ChainEnv:
     ) -> None:
         """`parts` has the environment and the tools of each task."""
         self._parts = parts
-        self._bonus, self._fresh = bonus, fresh
+        self._bonus, self._fresh = bonus, fresh and len(parts) > 1
         self._ended: list[Turn] = []
         self._known = {each.name: each for each in library}
         """The skills so far, by name."""
@@ -291,9 +294,10 @@ class ChainEnv:
         return replace(turn, rewards=rewards, facts={**turn.facts, **facts})
 
     async def close(self) -> None:
-        for env, _ in self._parts:
-            if implements(env, Closable):
-                await call(env.close)
+        async with AsyncExitStack() as stack:  # all are closed if one of them fails
+            for env, _ in self._parts:
+                if implements(env, Closable):
+                    stack.push_async_callback(call, env.close)
 
 
 def _make(options: ChainConfig) -> ChainTasks:

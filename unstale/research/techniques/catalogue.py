@@ -234,11 +234,11 @@ ROWS: Sequence[Row] = (
         "and decodes to the second, each on the hardware where you started it; with "
         "--task.reward_processes 4, or RewardModel(processes=4, min_processes=0, devices=('2', "
         "'3')), the number of reward processes follows what waits (docs/rewards.md); 8 to 64 "
-        "calls of a judge run at once; every episode continues over weight updates. Shorter waits "
-        "by phase are shown in simulation only",
-        "Reward processes are on the machine of the run: --task.isolate ray computes rewards on "
-        "other machines with a fixed number of workers. With --cluster.engine_hosts, Ray chooses "
-        "which machines prefill and which decode.",
+        "calls of a judge run at once; every episode continues over weight updates",
+        "A pool that grows and shrinks is on the machine of the run. On other machines "
+        "(--task.isolate ray), the number of reward workers is fixed. With "
+        "--cluster.engine_hosts, Ray chooses which machines prefill and which decode. Shorter "
+        "waits by phase are shown in simulation only.",
     ),
     _works(
         23,
