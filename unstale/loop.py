@@ -518,8 +518,7 @@ class Publication:
         self._run = run
         self._progress = progress
         self._checkpoint_due = checkpoint
-        every = run.config.eval.interval or run.config.max_steps
-        evaluation_due = last or progress.step % every == 0
+        evaluation_due = last or run.config.evaluates_after(progress.step)
         self._evaluation = run.evaluation if evaluation_due else None
         self._evaluating: asyncio.Task[dict[str, float]] | None = None
         self.scorers_notified = asyncio.Event()

@@ -120,6 +120,21 @@ def test_a_resumed_run_forgets_the_evaluations_that_it_repeats(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
+def test_a_longer_run_keeps_the_evaluation_after_its_former_last_step(
+    tmp_path: Path, deterministic: bool
+) -> None:
+    """Step 3 is no multiple of the interval, so the resumed run does not evaluate it again."""
+    options = EvalConfig(tasks=3, interval=2, keep_best="reward_mean")
+    short = RunConfig(recipe="llm", eval=options, deterministic=deterministic, max_steps=3)
+    best = BestPolicy(tmp_path, short, Saved(), step=0)
+    for step, value in ((0, 0.5), (2, 0.4), (3, 0.9)):
+        best.add(step, 10 + step, {"eval/reward_mean": value})
+    best = BestPolicy(tmp_path, replace(short, max_steps=8), Saved(), step=3)
+    assert not best.add(4, 14, {"eval/reward_mean": 0.6})
+    assert read_best(tmp_path)["evaluations"] == [[0, 0.5], [2, 0.4], [3, 0.9], [4, 0.6]]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
 def test_a_run_that_ended_with_its_best_evaluation_ends_also_after_a_resume(
     tmp_path: Path, deterministic: bool
 ) -> None:

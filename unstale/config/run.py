@@ -185,6 +185,13 @@ class RunConfig(Section):
         variables: dict[str, Any] = json.loads(self.chat_template_kwargs or "{}")
         return variables
 
+    def evaluates_after(self, step: int) -> bool:
+        """Return True if `eval.interval` asks for an evaluation after step `step`.
+
+        0 stands for the policy before the first step.
+        """
+        return step % (self.eval.interval or self.max_steps) == 0
+
     def applies(self, option: str) -> bool:
         if option == "prometheus_port":
             return "prometheus" in self.trackers

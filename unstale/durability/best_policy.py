@@ -73,7 +73,10 @@ class BestPolicy:
         record = read_best(run)
         if record.get("measured") == self._measured:  # others cannot be compared with it
             self._record = record
-            self._values = {at: value for at, value in record.get("evaluations", ()) if at < step}
+            self._values = _before(step, record)
+            if not (self.ends_run or config.evaluates_after(step)):
+                step += 1  # a longer run does not repeat the evaluation after its former last step
+                self._values = _before(step, record)
         repeats = config.deterministic and self._record.get("step", -1) >= step
         self._least = -math.inf if repeats else self._record.get("value", -math.inf)
         """Value of the recorded best policy, also if its evaluation will be repeated. -inf if the
@@ -122,3 +125,8 @@ class BestPolicy:
         unfinished.rename(self._folder)
         shutil.rmtree(self._replaced, ignore_errors=True)
         return True
+
+
+def _before(step: int, record: Mapping[str, Any]) -> dict[int, float]:
+    """Return the value of each recorded evaluation before step `step`, by its step."""
+    return {at: value for at, value in record.get("evaluations", ()) if at < step}
