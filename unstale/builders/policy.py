@@ -151,7 +151,8 @@ def reads_old_versions(config: RunConfig) -> bool:
     """
     if config.audit.share or config.schedule.pin_versions or config.cluster.engine_hosts:
         return True
-    return config.old_logps.makes.recover is not OldLogps.recover
+    route = getattr(config.old_logps, "makes", None)  # a route of another package may have none
+    return route is None or route.recover is not OldLogps.recover
 
 
 def keep_versions(config: RunConfig, engine: EnginePool) -> KeepVersions | None:
