@@ -294,8 +294,8 @@ with a standard error of 0.11. `python -m benchmarks.stale_distillation` repeats
 | `reverse` | 0.98 | 0.98 | 0.98 |
 | `forward` | 1.10 | 1.10 | 1.10 |
 
-SmolLM2 with rewards learns 29% of two-number sums in 24 steps, and 2% without rewards from itself
-as it is told the answer (`forward`): 28 points less (9 to 47), three seeds
+SmolLM2 with rewards learns 31% of two-number sums in 24 steps, and 2% without rewards from itself
+as it is told the answer (`forward`): 30 points less (15 to 45), four seeds
 ([study](../benchmarks/results/training-study.md)).
 """
 
