@@ -125,7 +125,10 @@ def test_two_processes_of_which_one_is_killed_train_as_one_does(
         if lost:
             assert "SIGKILL" in lost[0]["cause"] and "toy/train/" in lost[0]["cause"]
         numbers = [(row["trainer/grad_norm"], row["schedule/staleness_max"]) for row in rows]
-        found.append((numbers, episodes(folder / "runs/run")))
+        played = episodes(folder / "runs/run")
+        # others may begin after the last step, until the run has ended
+        trained = {place: played[place] for place in played if place[0] < 6}
+        found.append((numbers, trained))
     assert len(found[0][0]) == 3 and len(found[0][1]) == 12
     assert found[1] == found[0]
 
