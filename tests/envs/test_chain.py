@@ -537,10 +537,14 @@ def test_a_library_must_fit_the_tools_and_is_part_of_the_data(tmp_path: Path) ->
         ([note, note], "the skills must have different names"),
         ([{"name": "a b", "text": ""}], "is not a library that `unstale skills` has written"),
         ([{"name": "a", "calls": [{"name": "find"}]}], "a calls the unknown tool find"),
+        ([{"name": "a", "calls": [], "parameters": "ab"}], "a must be a list of names, got 'ab'"),
     ):
         library_of(tmp_path, *rows)
         with pytest.raises(ConfigError, match=problem):
             ChainTasks(RetailTasks(), skills=path)
+    Path(path).write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="is not a library that `unstale skills` has written"):
+        ChainTasks(RetailTasks(), skills=path)
     with pytest.raises(ConfigError, match=r"nothing.json cannot be read: No such file"):
         ChainTasks(RetailTasks(), skills=str(tmp_path / "nothing.json"))
 

@@ -369,6 +369,10 @@ def test_errors_of_processes_and_devices(tmp_path: Path) -> None:
     folder = save(tmp_path / "liking")
     with pytest.raises(ConfigError, match=r"min_processes from 0 to processes, got 1 and 2"):
         RewardModel(folder, processes=1, min_processes=2)
+    with pytest.raises(ConfigError, match=r"largest_batch must be at least 1, got 0"):
+        RewardModel(folder, largest_batch=0)
+    with pytest.raises(ConfigError, match=r"devices must be a list .* got 'cpu'"):
+        RewardModel(folder, devices="cpu")
     away = RewardModel(folder, devices=("77",))
     with pytest.raises(EnvError, match=r"there is no GPU 77: name other `devices`"):
         asyncio.run(away.reward("w5", {"prompt": "w3"}))

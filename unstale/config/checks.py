@@ -129,15 +129,22 @@ def output_file(text: str) -> Path:
     A path that cannot be written is refused before any work.
     """
     path = Path(text)
+    try:
+        require_writable(path)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return path
+
+
+def require_writable(path: Path) -> None:
+    """Raise `ConfigError` if `path` is a folder, or a file that cannot be written."""
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder, and must be a file")
+        raise ConfigError(f"{path} is a folder, and must be a file")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
-            return path
+            pass
     except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text} cannot be written: {error.strerror or error}"
-        ) from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def is_served(name: str) -> bool:

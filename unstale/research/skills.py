@@ -347,7 +347,7 @@ def read_library(path: str, tools: Sequence[Mapping[str, Any]]) -> tuple[Skill, 
         skills = tuple(_read_row(row) for row in rows)
     except OSError as error:
         raise ConfigError(f"{problem} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, SkillError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, SkillError) as error:
         raise ConfigError(
             f"{problem} is not a library that `unstale skills` has written ({error})"
         ) from None
@@ -368,5 +368,8 @@ def _read_row(row: Any) -> Skill:
         raise ValueError(f"a skill has the name {name!r} and the text {text!r}")
     if "calls" not in row:
         return Skill(name, text)
-    parameters = tuple(map(str, row.get("parameters", ())))
+    listed = row.get("parameters", [])
+    if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+        raise ValueError(f"the parameters of {name} must be a list of names, got {listed!r}")
+    parameters = tuple(listed)
     return Skill(name, "", parameters, _read_calls(row["calls"], f"the calls of {name} are wrong"))

@@ -59,6 +59,15 @@ class RewardModel:
         self._column = prompt_column
         self.of_steps = check_folder(self.folder, steps=steps)
         """True if the model classifies tokens, so it only scores steps."""
+        if isinstance(devices, str):
+            raise ConfigError(
+                f"reward model {self.folder}: devices must be a list such as ['0', 'cpu'], got "
+                f"{devices!r}"
+            )
+        if largest_batch < 1:
+            raise ConfigError(
+                f"reward model {self.folder}: largest_batch must be at least 1, got {largest_batch}"
+            )
         if not 0 <= min_processes <= processes or processes < 1:
             raise ConfigError(
                 f"reward model {self.folder}: processes must be at least 1 and min_processes from "

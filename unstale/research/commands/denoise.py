@@ -15,7 +15,7 @@ from unstale.cli.preflight import quick_imports
 from unstale.cli.recipe_options import print_json
 from unstale.cli.verbs import COUNT, JSON, argument, command, console_of, options_of
 from unstale.config import ConfigError
-from unstale.config.checks import bounded
+from unstale.config.checks import bounded, require_writable
 from unstale.durability.console import Console
 from unstale.observe.statistics import paired_difference
 
@@ -194,6 +194,8 @@ def _record(
         raise ConfigError(f"{existing[0]} already exists: choose another name or remove it")
     if absent := [path.parent for path in files if not path.parent.is_dir()]:
         raise ConfigError(f"--record: there is no folder {absent[0]}")
+    for path in files:
+        require_writable(path)
     rows = []
     for path, seed in zip(files, seeds, strict=True):
         drawn = record(model, options, seed, without_noise=chosen.without_noise)

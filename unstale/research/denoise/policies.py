@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor, nn
 
 from unstale.config import ConfigError
+from unstale.config.checks import require_writable
 from unstale.envs.registry import import_user_code, user_code
 from unstale.research.denoise.steps import Denoiser, Steps, has_noise, microbatches
 from unstale.rollout.seeds import derive_seed
@@ -271,6 +272,7 @@ def check_files(load: Path | None, save: Path | None, seeds: Sequence[int]) -> N
             save.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--save: {save} cannot be a folder: {error}") from error
+        require_writable(weights_file(save, 0))
 
 
 def _check_weights(file: Path) -> None:
